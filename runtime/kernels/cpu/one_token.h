@@ -206,15 +206,25 @@ class OneToken {
 
     int64_t group_of(int64_t o) const { return room.position[o] / SUM_ROWS; }
 
+    // Prefetches the downs of the next group, which no product has: all of them, because one that is missing delays
+    // the sums of every column. A Zen 5 core, Nemotron 3's experts in q8_0 and mode exact, 30 % of neurons fire:
+    // 12.6 ms with the first AT_ONCE rows, 11.5 with all.
+    void ask_for_next_group(Rows& rows, const uint8_t** then) {
+        rows.then = then, rows.then_bytes = row_bytes(block.down);
+        for (int64_t o = open.pending; o < open.end && group_of(o) == group_of(open.pending); ++o) {
+            then[rows.num_then++] = block.down.data + room.open[o] * block.down.stride;
+            queue.push(then[rows.num_then - 1]);  // kinds whose sums do not take `then`
+        }
+    }
+
     // Sums pending neurons of groups below `group`, a group at a time.
     void add_below(int64_t group) {
         while (open.pending < open.end && group_of(open.pending) < group) {
             const int64_t first = open.pending;
             while (open.pending < open.end && group_of(open.pending) == group_of(first)) ++open.pending;
-            // No product has prefetched them.
-            if (!is_together && !block.up.data)
-                push({block.down, room.open, open.pending, std::min(open.pending + AT_ONCE, open.end)});
-            const Rows rows = rows_of(block.down, room.open + first, open.pending - first);
+            Rows rows = rows_of(block.down, room.open + first, open.pending - first);
+            const uint8_t* then[SUM_ROWS];
+            if (!is_together && !block.up.data) ask_for_next_group(rows, then);
             float* out = room.sum + room.position[first] / room.chunk * D();
             kernels().accumulate_rows[block.down.kind](rows, room.hidden + first, out, 0, rows.A, 0,
                                                        rows.D);
