@@ -113,7 +113,7 @@ def _experts(inputs: "Inputs") -> _Placeable:
         order_LF=units.order_LF,
         touched_LF=units.touched_LF,
         bytes_L=units.bytes_L,
-        cpu_s_per_byte_L=units.cpu_s_per_byte_L(inputs.machine),
+        cpu_s_per_byte_L=units.cpu_s_per_byte_L(inputs.machine, inputs.mode),
         read_share_L=ones_L,  # of an expert that is read
         least_L=np.where(units.has_experts_L, 1, units.number),
         read_more_L=ones_L,

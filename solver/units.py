@@ -14,7 +14,8 @@ import numpy as np
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
-from hotsplit.costs.part_bytes import layer_units
+from hotsplit.costs.part_bytes import is_expert, layer_units
+from hotsplit.model.modes import Mode, computes_all
 
 
 def counted_layers(model: ModelFile) -> list[int]:
@@ -69,14 +70,28 @@ class ExpertUnits:
         layers = range(self.model.spec.num_layers)
         return [layer_units(self.model, layer, self.number) for layer in layers]
 
-    def cpu_s_per_byte_L(self, machine: Machine) -> np.ndarray:
-        seconds = [
-            sum(size / machine.cpu_rate(kind) for kind, size in units.items()) / sum(units.values())
-            if units
-            else 0.0
-            for units in self._bytes_L
-        ]
-        return np.array(seconds)
+    def cpu_s_per_byte_L(self, machine: Machine, mode: Mode) -> np.ndarray:
+        """Seconds on the CPU of a unit, over all of its bytes. Mode exact does not read the rows of
+        an expert's silent neurons; a GPU is priced as if it did."""
+        layers = range(self.model.spec.num_layers)
+        return np.array([self._cpu_s_per_byte(layer, machine, mode) for layer in layers])
+
+    def _cpu_s_per_byte(self, layer: int, machine: Machine, mode: Mode) -> float:
+        units, neurons = self._bytes_L[layer], self.model.spec.layers[layer].neurons
+        if not units:
+            return 0.0
+        if neurons.num_experts == 1 or computes_all(mode):
+            return sum(size / machine.cpu_rate(kind) for kind, size in units.items()) / sum(
+                units.values()
+            )
+        fired = self.profile.fired_of_chosen(layer, neurons.of_expert)
+        seconds = num_bytes = 0.0
+        for name, entry in self.model.layer_tensors[layer].items():
+            if is_expert(name):
+                share = 1.0 if name.startswith(f"{neurons.gate_name}.") else fired
+                seconds += share * entry.num_bytes / machine.cpu_rate(entry.kind, density=share)
+                num_bytes += entry.num_bytes
+        return seconds / num_bytes
 
     @cached_property
     def rank_LTK(self) -> np.ndarray:

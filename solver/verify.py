@@ -162,7 +162,7 @@ def _experts_seconds(
     """Seconds of a layer's experts: the mean over recorded tokens of the slower side."""
     tensors = [e for n, e in model.layer_tensors[layer].items() if "_exps" in n and not is_dense(n)]
     num_experts = model.spec.layers[layer].neurons.num_experts
-    cold_s = sum(e.num_bytes / machine.cpu_rate(e.kind) for e in tensors) / num_experts
+    cold_s = _expert_cpu_seconds(split, model, profile, machine, layer)
     id_TK, ids = profile.routing_LTK[layer], split.hot[layer]  # type: ignore[index]
     hot_T = np.isin(id_TK, ids).sum(axis=1)
     count_E = _counts(model, profile, layer)
@@ -176,6 +176,24 @@ def _experts_seconds(
     hot_s_T = hot_T * num_bytes / gpu.neurons_rate(1.0) + (kernels_s if len(ids) else 0.0)
     cold_s_T = (id_TK.shape[1] - hot_T) * cold_s + (hand_over_s if is_divided else 0.0)
     return float(np.maximum(hot_s_T, cold_s_T).mean())
+
+
+def _expert_cpu_seconds(
+    split: Split, model: ModelFile, profile: Profile, machine: Machine, layer: int
+) -> float:
+    """Seconds of one expert on the CPU; in mode exact only neurons that fire are read after the
+    matrix that decides."""
+    neurons, share = model.spec.layers[layer].neurons, 1.0
+    counts_LE = profile.expert_count_LE
+    if not computes_all(split.mode) and counts_LE is not None and counts_LE[layer].sum():
+        fired = profile.active_count_LF[layer].sum() / neurons.of_expert
+        share = min(1.0, float(fired / counts_LE[layer].sum()))
+    seconds = 0.0
+    for name, entry in model.layer_tensors[layer].items():
+        if "_exps" in name and not is_dense(name):
+            read = 1.0 if neurons.gate_name in name else share
+            seconds += read * entry.num_bytes / machine.cpu_rate(entry.kind, density=read)
+    return seconds / neurons.num_experts
 
 
 def _use_seconds(split: Split, machine: Machine, home: Sequence[int]) -> float:

@@ -305,6 +305,39 @@ def test_a_plan_of_silent_experts_is_read_again_in_its_mode(tmp_path):
     assert split.mode == again.mode == "exact"
 
 
+def test_silent_neurons_of_experts_are_not_priced_in_mode_exact():
+    """On the CPU the gates of a chosen expert are read, and of its other matrices the rows of
+    neurons that fire: here about half."""
+    inputs = tiny(1, activation="relu")
+    spec, counts = inputs.model.spec.layers[0].neurons, inputs.profile.expert_count_LE
+    active_LF = np.zeros_like(inputs.profile.active_count_LF)
+    num_chosen = int(counts[0].sum()) * spec.of_expert
+    active_LF[0, 0] = num_chosen // 2
+    inputs = replace(inputs, profile=replace(inputs.profile, active_count_LF=active_LF))
+    prices = {}
+    for mode in ("dense", "exact"):
+        own = replace(inputs, mode=mode)
+        problem, off = own.pipeline().model, np.zeros(1, bool)
+        hot_LF = np.zeros(problem.touched_LF.shape, bool)
+        placement = SolvedPlacement(hot_LF=hot_LF, dense_L=off, head=False)
+        split = make_split(
+            inputs.model, [[]], dense_on_gpu=False, head_on_gpu=False, context_length=CONTEXT
+        )
+        files = {"model": own.model, "profile": own.profile, "machine": own.machine}
+        prices[mode] = plan_seconds(replace(split, mode=mode), **files)
+        assert placement_seconds(problem, placement) == pytest.approx(prices[mode], rel=CLOSE)
+    entries = inputs.model.layer_tensors[0]
+    experts_s = sum(
+        e.num_bytes / inputs.machine.cpu_rate(e.kind) for n, e in entries.items() if "_exps" in n
+    )
+    experts_s *= inputs.model.spec.layers[0].route.num_used / spec.num_experts
+    kind = entries["ffn_up_exps.weight"].kind
+    fired = (num_chosen // 2) / num_chosen
+    slower = inputs.machine.cpu_rate(kind) / inputs.machine.cpu_rate(kind, density=fired)
+    saved_s = experts_s * (1 - fired * slower) * 2 / 3
+    assert prices["dense"] - prices["exact"] == pytest.approx(saved_s, rel=1e-6)
+
+
 def test_plans_have_the_rates_of_prompts(tmp_path):
     """Those of the types of the experts, weighed by their bytes, if the machine file has them."""
     inputs = tiny(0)

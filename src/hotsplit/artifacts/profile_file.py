@@ -69,6 +69,14 @@ class Profile(ProfileHeader):
         """Share of tokens for which each neuron fired, f64 in 0..1."""
         return self.active_count_LF / self.num_tokens
 
+    def fired_of_chosen(self, layer: int, of_expert: int) -> float:
+        """Mean share of the neurons of a chosen expert that fire, in 0..1; `of_expert`: how many it
+        has. 1 without counts of experts."""
+        if self.expert_count_LE is None or not self.expert_count_LE[layer].any():
+            return 1.0
+        chosen = int(self.expert_count_LE[layer].sum()) * of_expert
+        return min(1.0, int(self.active_count_LF[layer].sum()) / chosen)
+
     @property
     def density_L(self) -> np.ndarray:
         """Mean share of a layer's neurons that fire for a token, f64 in 0..1; 0 without any."""
