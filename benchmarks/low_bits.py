@@ -232,8 +232,10 @@ class Speeds:
         levels: Sequence[str],
         rivals: dict[str, str],
         bandwidth: Callable[[], float],
+        prompts: Sequence[int] = PROMPTS,
     ) -> None:
         self.model, self.bandwidth, self.rivals = model, bandwidth, rivals
+        self.prompts = prompts
         self.engines: dict[str, Engine] = {}
         self.memory_bytes: dict[str, int] = {}
         self.step_bytes: dict[str, int] = {}
@@ -278,7 +280,7 @@ class Speeds:
         library.set_level(level)
         engine, found = self.engines[level], defaultdict[int, list[float]](list)
         for _ in range(REPETITIONS):
-            for length in PROMPTS:
+            for length in self.prompts:
                 ids_T = torch.tensor(self._ids(engine, length))
                 began = time.perf_counter()
                 engine._prefill(ids_T)
@@ -297,7 +299,7 @@ class Speeds:
             self.rivals[rival].split(","),
             self.model,
             threads,
-            prompts=PROMPTS,
+            prompts=self.prompts,
             generated=GENERATED,
             repetitions=REPETITIONS,
         )
@@ -313,7 +315,7 @@ class Speeds:
                 least = {test: min(each) for test, each in seconds.items()}
                 sides[side] = {
                     "token_s": least[0],
-                    "prompts_s": {str(length): least[length] for length in PROMPTS},
+                    "prompts_s": {str(length): least[length] for length in self.prompts},
                 }
                 if side in self.step_bytes:
                     limit = self.step_bytes[side] / rate
@@ -321,7 +323,7 @@ class Speeds:
                     sides[side] |= {"share_of_limit": limit / least[0]}
                 first = next(iter(sides.values()))
                 tests = [f"{first['token_s'] / least[0]:.2f}"]
-                tests += [f"{first['prompts_s'][str(n)] / least[n]:.2f}" for n in PROMPTS]
+                tests += [f"{first['prompts_s'][str(n)] / least[n]:.2f}" for n in self.prompts]
                 print(
                     f"{self.model.stem}, {threads} threads, {side}: {1 / least[0]:.1f} tokens/s,"
                     f" speed over the first side's {', '.join(tests)}",

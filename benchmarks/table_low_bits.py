@@ -1,5 +1,7 @@
-"""The tables of files in types of one to four bits, of `low_bits.py`'s result."""
+"""The tables of `low_bits.py`'s result, files in types of one to four bits, and of
+`by_processor.py`'s."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from table_contents import ZEN_5, markdown, percent, result, times
@@ -12,11 +14,14 @@ LABELS = {
     "30b-a3b": "8 layers of Qwen3-30B-A3B, random",
 }
 PROMPTS = ("4", "16", "64", "256")
+ROWS = ("2", "4", "8", "16", "64", "256")
 
 
 def label(name: str) -> str:
     """What a file's name says: a model and a type."""
-    model = next(each for each in LABELS if name.startswith(f"{each}-"))
+    model = next((each for each in LABELS if name.startswith(f"{each}-")), None)
+    if model is None:
+        return name
     return f"{LABELS[model]}, {name.removeprefix(f'{model}-').upper()}"
 
 
@@ -36,8 +41,8 @@ def values_of(found: Any) -> str:
     return markdown(header, rows)
 
 
-def speed_of(found: Any) -> str:
-    """Speeds of each level beside those of each rival."""
+def speed_of(found: Any, prompts: Sequence[str] = PROMPTS) -> str:
+    """Speeds of each level beside those of each rival, of a token and of so many rows."""
     rows, rivals = [], rivals_of(found)
     for name, file in found["files"].items():
         if "speed" not in file:
@@ -47,18 +52,18 @@ def speed_of(found: Any) -> str:
             sides = file["speed"].get(threads, {}).get("sides", {})
             for level in (side for side in sides if side in memory):
                 own = sides[level]
-                token, prompts = own["token_s"], own["prompts_s"]
+                token, prompts_s = own["token_s"], own["prompts_s"]
                 others = [sides.get(rival) for rival in rivals]
                 cells = [_ratios(token, [each and each["token_s"] for each in others])]
-                for count in PROMPTS:
+                for count in prompts:
                     theirs = [each and each["prompts_s"][count] for each in others]
-                    cells.append(_ratios(prompts[count], theirs))
+                    cells.append(_ratios(prompts_s[count], theirs))
                 share = percent(own["share_of_limit"])
                 grown = times(memory[level] / file["file_bytes"])
                 first = f"{label(name)}, {words}, {level}"
                 rows.append([first, grown, f"{1 / token:.1f}", share, *cells])
     header = [f"times {', '.join(rivals)}", "bytes in memory over the file's", "tokens/s"]
-    header += ["of the byte limit", "decode", *(f"prompt of {count}" for count in PROMPTS)]
+    header += ["of the byte limit", "decode", *(f"prompt of {count}" for count in prompts)]
     return markdown(header, rows)
 
 
@@ -79,4 +84,5 @@ def _ratios(own: float, theirs: list[float | None]) -> str:
 TABLES = {
     "low-bits-values": lambda: values_of(result(f"low-bits-{ZEN_5}")),
     "low-bits-speed": lambda: speed_of(result(f"low-bits-{ZEN_5}")),
+    "by-processor": lambda: speed_of(result(f"by-processor-{ZEN_5}"), ROWS),
 }
