@@ -27,10 +27,11 @@ from hotsplit.run.choice import Choice, as_read_here
 from hotsplit.run.default_budgets import Room
 from hotsplit.run.source import RunSource, look_at
 from hotsplit.run.stages import RunJob
+from hotsplit.runtime.resolved_options import no_drafts_on_gpu
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver import llamacpp_speed
 from hotsplit.solver.assumed import EXPONENT, assumed_experts, by_activation, every_neuron
-from hotsplit.solver.draft_prediction import DraftGain, draft_gain
+from hotsplit.solver.draft_prediction import DraftGain, draft_gain, on_gpus
 from hotsplit.solver.expert_notes import placed_line
 from hotsplit.solver.inputs import Inputs, inputs_from
 from hotsplit.solver.layer_split import cpu_moe, layer_split, moe_division
@@ -54,7 +55,7 @@ class Forecast:
     experts on the CPU, and its seconds; None without a GPU. `fast_s`: `token_s` if a hand-over to
     the CPU takes FAST_HAND_OVER_S; None if that saves nothing. `prompt_s`, `rival_prompt_s`: of
     PROMPT tokens by the plan, and by llama.cpp's faster way; None where not known. `drafts`: by the
-    model's own block, which is not loaded beside a GPU."""
+    model's own block; None if it is not loaded."""
 
     token_s: float
     first_s: float
@@ -146,7 +147,9 @@ def forecast(
         cpu_moe=cpu_moe(inputs) if uses_gpu else None,
         prompt_s=None if uses_gpu else prompt_seconds(inputs, PROMPT),
         rival_prompt_s=_rival_prompt(inputs) if uses_gpu else None,
-        drafts=None if uses_gpu else draft_gain(inputs, found.answer.objective_s),
+        drafts=None
+        if why_no_drafts(job, uses_gpu=uses_gpu)
+        else draft_gain(inputs, found.answer.objective_s, on_gpus=on_gpus(inputs, pipeline, plan)),
         gap=found.answer.gap if choice.budgets else None,
         gpu_bytes=split.gpu_bytes,
         cpu_bytes=split.cpu_bytes,
@@ -179,6 +182,18 @@ def _rival_prompt(inputs: Inputs) -> float | None:
     if moe is not None and moe[1] < split.seconds:
         division = moe_division(inputs, moe[0])
     return llamacpp_speed.prompt_seconds(inputs, division, PROMPT)
+
+
+def why_no_drafts(job: RunJob, *, uses_gpu: bool) -> str:
+    """Why the model's draft block is not loaded beside a GPU; "" if it is, or there is no GPU."""
+    if not uses_gpu:
+        return ""
+    choice, options = job.choice, job.wishes.engine
+    return no_drafts_on_gpu(
+        choice.model,
+        has_plan=bool(choice.budgets),
+        one_token=options.kv_offload is not None or options.neuron_cache is not None,
+    )
 
 
 def _inputs(

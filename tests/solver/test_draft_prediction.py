@@ -8,17 +8,27 @@ from models import make_inputs, make_machine, make_sizes
 from hotsplit.costs.part_bytes import is_expert, state_bytes
 from hotsplit.model.draft_block import with_draft_block
 from hotsplit.solver.assumed import assumed_experts, every_neuron
-from hotsplit.solver.draft_prediction import MATRIX_ROW, STATE_ROW, draft_gain, rows_seconds, shares
+from hotsplit.solver.draft_prediction import (
+    MATRIX_ROW,
+    STATE_ROW,
+    draft_gain,
+    nothing,
+    on_gpus,
+    rows_seconds,
+    shares,
+)
+from hotsplit.solver.multi_gpu import with_one_home
+from hotsplit.solver.problem import SolvedPlacement, on_one_device
 
 RATE = 40e9
 TOKEN_S = 1.0
 
 
-def inputs_of(*, has_experts: bool, has_block: bool = True):
+def inputs_of(*, has_experts: bool, has_block: bool = True, budget: int = 0):
     spec = spec_of(make_sizes(num_layers=8, width=256), experts=FEW if has_experts else None)
     model = without_weights(with_draft_block(spec) if has_block else spec)
     profile = assumed_experts(model, 0.0) if has_experts else every_neuron(model)
-    return make_inputs(model, profile, make_machine(cpu_gb_per_s=RATE / 1e9), 0)
+    return make_inputs(model, profile, make_machine(cpu_gb_per_s=RATE / 1e9), budget)
 
 
 def test_a_step_reads_the_union_of_its_rows_experts():
@@ -65,3 +75,58 @@ def test_drafts_that_do_not_pay_are_none():
     assert (gain.num_drafted, gain.token_s) == (0, TOKEN_S)
     assert all(seconds > TOKEN_S for seconds in gain.by_number_s)
     assert draft_gain(inputs_of(has_experts=True, has_block=False), TOKEN_S) is None
+
+
+def placed(inputs, num_hot, dense_L, head):
+    """The numbers of the hottest units of each layer on a GPU, and what it has of them."""
+    pipeline = inputs.pipeline()
+    problem = pipeline.model
+    is_hot_LF = np.arange(problem.num_neurons) < np.array(num_hot)[:, None]
+    plan = with_one_home(SolvedPlacement(hot_LF=is_hot_LF, dense_L=np.array(dense_L), head=head))
+    return problem, plan.placement, on_gpus(inputs, pipeline, plan)
+
+
+def test_of_a_plan_the_slower_side_of_a_layer_counts():
+    """Experts: none, two or all six of a layer on the GPU, with attention there or not. The GPU
+    reads experts once a row, the CPU the union of its own."""
+    inputs = inputs_of(has_experts=True, budget=1 << 40)
+    model, machine = inputs.model, inputs.machine
+    num_hot = [0, 2, 6, 0, 2, 6, 4, 0]
+    problem, placement, gpus = placed(inputs, num_hot, [False] * 3 + [True] * 5, True)
+    share_LE, kv_rate = shares(inputs), 1e9 * machine.costs.kv_gb_per_s.median
+    for rows in (1, 3):
+        want = 0.0
+        for layer, (count, is_on_gpu) in enumerate(zip(num_hot, placement.dense_L, strict=True)):
+            entries = model.layer_tensors[layer].items()
+            size = sum(entry.num_bytes for name, entry in entries if is_expert(name)) / 6
+            dense = sum(entry.num_bytes for name, entry in entries if not is_expert(name))
+            order_E = inputs.units.order_LF[layer]
+            hot_E, cold_E = (share_LE[layer][ids] for ids in (order_E[:count], order_E[count:]))
+            union = float((1 - (1 - cold_E) ** rows).sum())
+            cold = size * (union + MATRIX_ROW * (rows * float(cold_E.sum()) - union)) / RATE
+            cold += problem.hand_over_s * (0 < count < 6 or (count > 0) != is_on_gpu)
+            hot = rows * size * float(hot_E.sum()) * problem.hot_s_per_byte_L[layer]
+            want += max(cold, hot + problem.kernels_s * (count > 0))
+            state_s = 2 * state_bytes(model, layer) / kv_rate * (1 + STATE_ROW * (rows - 1))
+            own = dense * (1 + MATRIX_ROW * (rows - 1)) / RATE + state_s
+            want += 0.0 if is_on_gpu else own
+        got = rows_seconds(model, machine, share_LE, rows, on_gpus=gpus)
+        assert got == pytest.approx(want, rel=1e-6)
+
+
+def test_rows_of_neurons_and_dense_blocks_on_a_gpu_cost_nothing():
+    """So that drafts gain what they would if the block alone took time."""
+    inputs = inputs_of(has_experts=False, budget=1 << 40)
+    pipeline = inputs.pipeline()
+    whole = with_one_home(on_one_device(pipeline.model, gpu=True))
+    gpus = on_gpus(inputs, pipeline, whole)
+    gain = draft_gain(inputs, TOKEN_S, (0.5,), gpus)
+    block_s = rows_seconds(inputs.model.draft, inputs.machine, np.ones((1, 1)), 1.5)
+    assert gain.by_number_s == pytest.approx([(TOKEN_S + block_s) / 1.5], rel=1e-6)
+    half = placed(inputs, [pipeline.model.num_neurons // 2] * 8, [True] * 8, True)[2]
+    assert half.cold_LE == pytest.approx(np.full((8, 1), 0.5))
+    none = with_one_home(on_one_device(pipeline.model, gpu=False))
+    same = on_gpus(inputs, pipeline, none)
+    want = rows_seconds(inputs.model, inputs.machine, np.ones((8, 1)), 3)
+    got = rows_seconds(inputs.model, inputs.machine, np.ones((8, 1)), 3, on_gpus=same)
+    assert got == want and nothing(8).units_s(0, 3) == 0.0

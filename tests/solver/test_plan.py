@@ -12,7 +12,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from models import byte_level_keys, make_inputs, make_model, make_sizes, save_solver_files
+from models import (
+    byte_level_keys,
+    make_inputs,
+    make_model,
+    make_sizes,
+    mixture_spec,
+    save_solver_files,
+)
 from published_headers import HEADERS, Header, keys_of, tensors_of, write, write_parts
 from test_experts import mixture
 from test_solver_experts import tiny
@@ -183,13 +190,15 @@ def test_plan_and_inspect_say_what_becomes_of_each_type(tmp_path, monkeypatch, c
 
 
 def test_a_line_says_what_a_draft_block_is_expected_to_gain(tmp_path, capsys, monkeypatch):
-    """On the CPU alone."""
+    """On the CPU alone; beside a GPU see the next test."""
     make_model(kind="q8_0", extra_keys=byte_level_keys()[0]).save(tmp_path / "m.gguf")
     gain = DraftGain(num_drafted=2, token_s=0.1, by_number_s=(0.2, 0.1), accepted=(0.8, 0.6))
     words = ["plan", str(tmp_path / "m.gguf"), "--machine", CARD, "--vram", "0"]
     for num_drafted, says in ((2, "2 in a check"), (0, "none pays")):
         found = dataclasses.replace(gain, num_drafted=num_drafted)
-        monkeypatch.setattr("hotsplit.run.forecast.draft_gain", lambda *_, found=found: found)
+        monkeypatch.setattr(
+            "hotsplit.run.forecast.draft_gain", lambda *_, on_gpus, found=found: found
+        )
         assert main([*words, "--json"]) == 0
         report = json.loads(capsys.readouterr().out)["drafts"]
         assert report == dataclasses.asdict(found) | {
@@ -200,6 +209,25 @@ def test_a_line_says_what_a_draft_block_is_expected_to_gain(tmp_path, capsys, mo
         (line,) = (n for n in capsys.readouterr().err.splitlines() if "draft block" in n)
         assumed = "80% and 60% of its guesses by place are assumed right"
         assert line.split() == f"with its draft block 10.0 tokens/s ({says}; {assumed})".split()
+
+
+def test_beside_a_gpu_drafts_are_priced_by_the_plan(tmp_path, capsys, monkeypatch):
+    """If its steps check any."""
+    gain = DraftGain(num_drafted=1, token_s=0.1, by_number_s=(0.1,), accepted=(0.8,))
+    given = []
+
+    def priced(*_, on_gpus):
+        given.append(on_gpus)
+        return gain
+
+    monkeypatch.setattr("hotsplit.run.forecast.draft_gain", priced)
+    (keys, vocab_size), path = byte_level_keys(), tmp_path / "m.gguf"
+    spec = mixture_spec(make_sizes(width=256, vocab_size=vocab_size), num_neurons=256)
+    for kind in ("q8_0", "q4_k"):
+        make_model(spec=spec, kind=kind, extra_keys=keys).save(path)
+        assert bool(planned(capsys, path)["drafts"]) == (kind == "q8_0")
+    (gpus,) = given
+    assert gpus.cold_LE.shape == (2, 6)
 
 
 @pytest.mark.parametrize(

@@ -280,17 +280,11 @@ def _hand_over_words(machine: "Machine") -> str:
 
 
 def _draft_place(job: "RunJob", found: "Forecast") -> str:
-    from hotsplit.runtime.resolved_options import no_drafts_on_gpu
+    from hotsplit.run.forecast import why_no_drafts
 
     if not found.budgets:
         return "in main memory beside"
-    choice, options = job.choice, job.wishes.engine
-    why = no_drafts_on_gpu(
-        choice.model,
-        has_plan=bool(choice.budgets),
-        one_token=options.kv_offload is not None or options.neuron_cache is not None,
-    )
-    if why:
+    if why := why_no_drafts(job, uses_gpu=True):
         return f"is not loaded, since {why}"
     return "in main memory beside: the CPU computes it, the GPU checks its guesses"
 
