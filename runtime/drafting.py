@@ -141,10 +141,10 @@ def _following(
     frequent = FrequentIds(num_ids, block.limit_ids)
     frequent.use_for(())
     with engine.sequence() as text:
-        token_s = block.step_seconds(text.number)
+        seconds = block.step_seconds(text.number)
     block.is_on = True
     try:
-        yield lambda: BlockDrafter(block, token_s, frequent, name)
+        yield lambda: BlockDrafter(block, seconds, frequent, name)
     finally:
         block.is_on = False
 

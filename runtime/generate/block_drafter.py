@@ -22,13 +22,14 @@ class BlockDrafter:
     def __init__(
         self,
         block: DraftStep | AssistantStep,
-        token_s: float,
+        seconds: tuple[float, float],
         frequent: FrequentIds,
         name: str = "mtp",
     ) -> None:
-        """`token_s`: of a step of the block (DraftStep.step_seconds)."""
+        """`seconds`: of a guess, and of a token that is read (DraftStep.step_seconds)."""
         self.name = name
-        self._block, self.token_s, self._frequent = block, token_s, frequent
+        self._block, self._frequent = block, frequent
+        self.token_s, self.read_token_s = seconds
         self._text: TextSequence | None = None
         self._logits_V: Tensor | None = None  # of the first guess
         self._length = 0  # of the text that they follow
@@ -36,6 +37,12 @@ class BlockDrafter:
     def follow(self, text: TextSequence) -> None:
         """Drafts for this text from now on."""
         self._text, self._length = text, 0
+
+    def leave(self) -> None:
+        """Drafts no more for the text, which then takes no more time."""
+        if self._text is not None:
+            self._block.leave(self._text.number)
+            self._text = None
 
     def unread(self, ids: Sequence[int]) -> int:
         return 1 if self._text is None else self._block.num_waiting(self._text.number)

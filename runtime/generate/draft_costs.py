@@ -2,9 +2,8 @@
 guesses, and the time that drafts may lose."""
 
 import math
-import statistics
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -28,23 +27,54 @@ _MOST_SAVED = 20.0  # the largest balance of the account, in single steps
 
 class RowCosts:
     """Seconds of a step by its number of rows: medians, linearly interpolated in between. Texts
-    that share steps share them."""
+    that share steps share them.
+
+    A step is compared with those of the fewest rows at its time, since the first steps of a text,
+    and all of a busy machine, are slower than others; what was known before counts as one."""
 
     def __init__(self, ratios: Mapping[int, float] | None = None) -> None:
         """`ratios`: what steps of some numbers of rows took before, in steps of one row; None:
         not known."""
-        self._ratios = {} if ratios is None else ratios
-        self._seconds: dict[int, deque[float]] = {}
-        self._median: dict[int, float] = {}
+        self._known = {} if ratios is None else ratios
+        self._fewest = 0  # rows of a step so far; 0 without any
+        self._latest = deque[float](maxlen=_NUM_KEPT)  # seconds of the steps of so many
+        self._single_s = 0.0  # of a step of one row, measured or by the ratios
+        # In steps of one row, what the latest steps of other numbers of rows took.
+        self._kept = {
+            rows: deque([ratio], _NUM_KEPT) for rows, ratio in self._known.items() if rows > 1
+        }
+        self._ratios = {rows: kept[0] for rows, kept in self._kept.items()}  # their medians
+        self._measured = set[int]()
+        self._curve: list[float] = []  # as far as it was wanted since the latest step
         # By number of texts: steps without drafts, and those with drafts since the last of these.
         self._num_plain, self._since_plain = Counter[int](), Counter[int]()
 
     def learn(self, rows: int, seconds: float, texts: int = 1) -> None:
-        kept = self._seconds.setdefault(rows, deque(maxlen=_NUM_KEPT))
-        kept.append(seconds)
-        self._median[rows] = statistics.median(kept)
+        self._measured.add(rows)
+        self._curve = []
+        if not self._fewest or rows < self._fewest:
+            self._begin(rows, seconds)
+        elif rows == self._fewest:
+            self._latest.append(seconds)
+            self._single_s = _median(self._latest) / self._known.get(rows, 1.0)
+        else:
+            kept = self._kept.setdefault(rows, deque(maxlen=_NUM_KEPT))
+            kept.append(seconds / self._single_s)
+            self._ratios[rows] = _median(kept)
         self._num_plain[texts] += rows == texts
         self._since_plain[texts] = 0 if rows == texts else self._since_plain[texts] + 1
+
+    def _begin(self, rows: int, seconds: float) -> None:
+        """The first step of so few rows: other steps are in units of one row by it from now on."""
+        before_s, self._single_s = self._single_s, seconds / self._known.get(rows, 1.0)
+        if self._fewest:
+            others = self._measured - {rows, self._fewest}
+            self._kept[self._fewest] = deque([_median(self._latest) / before_s], _NUM_KEPT)
+            for other in (self._fewest, *others):
+                kept = [ratio * before_s / self._single_s for ratio in self._kept[other]]
+                self._kept[other] = deque(kept, _NUM_KEPT)
+                self._ratios[other] = _median(kept)
+        self._fewest, self._latest = rows, deque([seconds], _NUM_KEPT)
 
     def is_plain_due(self, texts: int, *, is_soon: bool) -> bool:
         """True if the next step of so many texts should have no drafts, to measure one. `is_soon`:
@@ -54,20 +84,24 @@ class RowCosts:
 
     @property
     def single_s(self) -> float | None:
-        return self._median.get(1)
+        return self._single_s if self._fewest == 1 else None
 
     def is_measured(self, rows: int) -> bool:
-        return rows in self._median
+        return rows in self._measured
 
     def curve(self, most: int) -> list[float]:
-        """Seconds of 0, 1, ... `most` rows; some must have been measured, and replace what the
-        ratios say. Beyond the largest known count, extrapolates the line from a single row to that
-        count, or with _PRIOR_SLOPE if only single rows are known. Fewer than the smallest measured
-        count are taken to cost as much if no ratios are known."""
-        first = min(self._median)
-        single = self._median[first] / self._ratios.get(first, 1.0)
+        """Seconds of 0, 1, ... `most` rows; some must have been measured. Beyond the largest known
+        count, extrapolates the line from a single row to that count, or with _PRIOR_SLOPE if only
+        single rows are known. Fewer than the smallest measured count are taken to cost as much if
+        no ratios are known."""
+        if len(self._curve) <= most:
+            self._curve = self._up_to(most)
+        return self._curve[: most + 1]
+
+    def _up_to(self, most: int) -> list[float]:
+        single = self._single_s
         known = {rows: ratio * single for rows, ratio in self._ratios.items()}
-        knots = sorted(({1: single} | known | self._median).items())
+        knots = sorted((known | {1: single, self._fewest: _median(self._latest)}).items())
         found = [0.0, single]
         for (left, left_s), (right, right_s) in pairwise(knots):
             slope = (right_s - left_s) / (right - left)
@@ -75,16 +109,20 @@ class RowCosts:
         last, last_s = knots[-1]
         slope = (last_s - single) / (last - 1) if last > 1 else _PRIOR_SLOPE * single
         found.extend(last_s + max(0.0, slope) * n for n in range(1, most - last + 1))
-        return found[: most + 1]
+        return found
 
     def seconds(self, rows: int) -> float:
-        known = self._median.get(rows)
-        return self.curve(rows)[rows] if known is None else known
+        return self._single_s if rows == 1 else self.curve(rows)[rows]
 
     @property
     def is_known(self) -> bool:
         """True if, besides single rows, anything is known of steps of several rows."""
-        return len(self._median) > 1 or len(self._ratios) > 1
+        return len(self._measured) > 1 or len(self._known) > 1
+
+
+def _median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 class Acceptance:

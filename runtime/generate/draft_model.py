@@ -18,6 +18,8 @@ from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.generate.generation import num_common
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
+_PRIOR_READ = 0.2  # the time of one more token of a pass, in guesses
+
 
 class DraftModel:
     """A drafter that uses a second model. `sequence` belongs to that model's engine; the caller
@@ -33,6 +35,7 @@ class DraftModel:
         self._num_ids = None if frequent is None else frequent.num_ids
         self._limit_for(())
         self.token_s = _step_s(sequence)
+        self.read_token_s = _PRIOR_READ * self.token_s
         self._logits_V: Tensor | None = None  # after the last of the sequence's tokens
 
     def unread(self, ids: Sequence[int]) -> int:

@@ -56,6 +56,7 @@ class CostlyDrafter(Protocol):
 
     name: str
     token_s: float  # an estimate of a guess's seconds
+    read_token_s: float  # the same of a token that is read with others
     fault: str  # why it made no guess when it was last asked; "": it made one
 
     def unread(self, ids: Sequence[int]) -> int:
@@ -75,3 +76,6 @@ class Follower(CostlyDrafter, Protocol):
 
     def follow(self, text: TextSequence) -> None:
         """Drafts for this text from now on."""
+
+    def leave(self) -> None:
+        """Drafts no more for the text, which then takes no more time."""

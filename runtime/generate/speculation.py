@@ -28,6 +28,10 @@ Before a draft model guesses, it reads the text so far, which of a long prompt t
 steps. That is not charged if what it is expected to gain in as many tokens as the text has already,
 or in _LEAST_FUTURE, makes up for it.
 
+To decide takes time as well, which counts for a model whose step takes a fraction of a millisecond.
+It is measured, and after a decision against a draft the next steps are made without any, so many
+that deciding takes the share _DECIDING of their time.
+
 Costs, and therefore choices, depend on the machine. The text does not, because each row of a step
 is bit-identical to a single step; where it is not, `check_rows` refuses."""
 
@@ -63,11 +67,16 @@ _FIRST_ROUNDS = 6  # of a draft model, with at most NUM_FIRST guesses
 # Of a text so short, and otherwise of one as long as it is already, a draft model reads what comes
 # before it if the gain on as many tokens more pays for that.
 _LEAST_FUTURE = 32
-_PRIOR_READ = 0.2  # a draft model's time for one more token of a pass, in guesses
+_PRIOR_OWN_S = 60e-6  # what Python takes for a round of a draft model
+# The part of a step's time from which on following a text is given up if no draft pays.
+_FOLLOWING = 0.005
 _SMOOTH = 0.2  # the weight of the latest of a draft model's times in their mean
 _VARY_EVERY = 16  # one draft in this many gets a nearby length whose cost is unknown, if any
 _MARGIN = 0.05  # expected gain in tokens below which a draft is not worth it
 _ROUND_MARGIN = 1.02  # expected gain of a draft model's rounds below which it is not asked
+# Of the time of steps, what deciding against drafts may take, after as many single steps' worth of
+# it at the beginning of a text and after each draft.
+_DECIDING, _FREE_DECIDING = 0.01, 0.5
 _OFF_AFTER = 8  # successive decisions against a draft, then counted as one switch-off
 
 
@@ -164,7 +173,7 @@ class Speculation:
         self._guess_s = self._read_token_s = 0.0
         if self.costly is not None:
             self._guess_s = self.costly.token_s
-            self._read_token_s = _PRIOR_READ * self._guess_s  # of each beyond a pass's first
+            self._read_token_s = self.costly.read_token_s  # of each beyond a pass's first
         self._account, self._rounds = Account(_START + options.least), Rounds()
         self._ids: Sequence[int] = ()  # the text of the last call
         self._length = self._start = 0  # its length in that call, and in its first one
@@ -183,7 +192,14 @@ class Speculation:
         # is asked for the coming step, and the expected seconds of that.
         self._num_read: int | None = None
         self._is_asked, self._round_s = False, 0.0
+        self._own_s = _PRIOR_OWN_S  # what a round takes besides its guesses and its step
         self._beside = ALONE  # of the coming step
+        # Seconds of deciding against drafts that are not made up for yet; the coming steps without
+        # a decision, and the number and seconds of those since the last one.
+        self._decided_s: float | None = None
+        self._num_resting, self._num_rested, self._rested_s = 0, 0, 0.0
+        self._is_resting = False
+        self._has_left = False  # the drafter has stopped to follow the text
 
     @property
     def learnt(self) -> Learnt:
@@ -201,18 +217,27 @@ class Speculation:
         self._guess_s, self._read_token_s = learnt.drafter_s
 
     def follow(self, text: TextSequence) -> None:
-        """Drafts for this text from now on, if the drafter reads more than tokens."""
+        """Drafts for this text from now on."""
+        self._num_resting, self._decided_s = 0, None
         if isinstance(self._drafter, Follower):
             self._drafter.follow(text)
+            self._has_left = False
 
     def draft(self, ids: Sequence[int], room: int, beside: Beside = ALONE) -> Sequence[int]:
         """At most `room` tokens that may follow `ids`; none if a draft does not pay."""
+        self._is_resting = self._num_resting > 0
+        if self._is_resting:
+            self._num_resting -= 1
+            self._beside, self.expected = beside, 1.0
+            return ()
+        if self._num_rested:
+            self._end_rest()
         began, self._read_s, self._is_asked = time.perf_counter(), 0.0, False
         self._beside, self.expected = beside, 1.0
         self._check(ids)
         tokens = self._draft(ids, min(room, self.options.most, LONGEST - beside.rows), room)
         self._draft_s = time.perf_counter() - began
-        if self._is_asked or self._free is not None:
+        if self._is_asked or tokens:  # to decide against a draft is paid by rests
             self._account.spend(self._draft_s - self._read_s)
         self.totals.draft_s += self._draft_s
         return tokens
@@ -220,7 +245,10 @@ class Speculation:
     def learn(self, rows: int, accepted: int, seconds: float) -> None:
         """Records a step with `rows` rows of this text: its seconds, and the number of accepted
         draft tokens. `learn_shared` records the costs of steps of several texts."""
-        beside = self._beside
+        if self._is_resting:
+            self._rest(seconds)
+            return
+        began, beside = time.perf_counter(), self._beside
         if not beside.texts:
             self.costs.learn(rows, seconds)
         totals, tokens, num_texts = self.totals, 1 + accepted, 1 + beside.texts
@@ -242,7 +270,7 @@ class Speculation:
         check_s = self.costs.seconds(beside.rows + rows)
         num_tokens = beside.tokens + tokens  # of all texts
         if self._is_asked:
-            took = (self._round_s + check_s) / plain_s * num_texts
+            took = (self._round_s + self._learnt_own_s(plain_s) + check_s) / plain_s * num_texts
             expected = beside.tokens + self.expected
             self._rounds.learn(num_tokens, expected, took, is_trial=not self._is_on)
         self._since_trial += tokens
@@ -257,6 +285,45 @@ class Speculation:
         took = check_s + self._draft_s - self._read_s
         plain += num_tokens * plain_s / num_texts - plain / _LATELY
         self._lately = plain, lately_s + (took - lately_s / _LATELY)
+        if rows > 1 or self._decided_s is None:
+            self._decided_s = -_FREE_DECIDING * plain_s
+        elif not self._is_asked:
+            self._decided_s += self._draft_s + time.perf_counter() - began
+            self._num_resting = int(max(0.0, self._decided_s) / (_DECIDING * plain_s))
+            self._decided_s = min(self._decided_s, 0.0)
+
+    def _learnt_own_s(self, plain_s: float) -> float:
+        """Seconds of a round besides its guesses and its step, by the latest rounds."""
+        own_s = self._draft_s - self._read_s - self._round_s
+        own_s = min(max(0.0, own_s), plain_s)  # more is a delay
+        self._own_s += _SMOOTH * (own_s - self._own_s)
+        return self._own_s
+
+    def _rest(self, seconds: float) -> None:
+        """Records a step without a decision."""
+        self._num_rested += 1
+        self._rested_s += seconds
+        totals = self.totals
+        totals.steps += 1
+        totals.tokens += 1
+        totals.step_s += seconds
+        totals.baseline_s += seconds
+
+    def _end_rest(self) -> None:
+        """Records the steps since the last decision together."""
+        num, num_texts = self._num_rested, 1 + self._beside.texts
+        step_s = self._rested_s / num
+        if num_texts == 1:
+            self.costs.learn(1, step_s)
+        if self.costs.is_measured(num_texts):
+            plain_s = self.costs.seconds(num_texts)
+            self._account.settle(plain_s, num / num_texts, 0.0)
+            plain, lately_s = self._lately or (_LATELY * plain_s, _LATELY * plain_s)
+            kept = (1 - 1 / _LATELY) ** num
+            steps = (1 - kept) * _LATELY
+            self._lately = kept * plain + steps * plain_s, kept * lately_s + steps * step_s
+        self._since_trial += num
+        self._num_rested, self._rested_s = 0, 0.0
 
     def learn_shared(self, texts: int, rows: int, seconds: float) -> None:
         """Records what a step of so many generating texts, and no others, took."""
@@ -331,11 +398,27 @@ class Speculation:
         draft: Sequence[int] = ()
         if self._free is not None:
             draft = self._draft_of_text(self._free, ids, most)
-        if self.costly is not None:
+        if self._asked is not None:
             if not draft and self._asks(ids, most, room):
-                draft = self._guesses(self.costly, ids, most)
+                draft = self._guesses(self._asked, ids, most)
             self._switch(len(draft) > 0)
+            self._leave_if_costly(most)
         return draft
+
+    @property
+    def _asked(self) -> CostlyDrafter | None:
+        """The costly drafter, unless it has left the text."""
+        return None if self._has_left else self.costly
+
+    def _leave_if_costly(self, most: int) -> None:
+        """Stops following a text for which drafts do not pay, if that takes time itself."""
+        drafter, costs_s = self._drafter, self._read_token_s
+        if self._is_on or costs_s < _FOLLOWING * self._token_s:
+            return
+        pays = self._account.can_pay(0.0) and self._round_gain(most) > 0
+        if isinstance(drafter, Follower) and not pays:
+            drafter.leave()
+            self._has_left = True
 
     def _draft_of_text(self, drafter: Drafter, ids: Sequence[int], most: int) -> Sequence[int]:
         if not self._account.can_pay(0.0):
@@ -372,7 +455,7 @@ class Speculation:
             (
                 length,
                 EXPECTED_FIRST[min(length, NUM_FIRST)] + others,
-                (length * self._guess_s + step_s[length + 1]) / token_s,
+                (self._own_s + length * self._guess_s + step_s[length + 1]) / token_s,
             )
             for length in lengths
         ]
@@ -470,9 +553,9 @@ class Speculation:
         length = self.best_length(trust, most)
         if length:
             length = self._varied(length, most)
-        elif self.costly is None:
+        elif self._asked is None:
             length = self._trial_length(trust, most)
-        if self.costly is None:
+        if self._asked is None:
             self._switch(length > 0)
         return length
 
@@ -481,7 +564,7 @@ class Speculation:
         expected = self._acceptance.expected(trust, most)
         cost_s = self._step_s(most + 1)[1:]
         plain, lately_s = self._lately or (1.0, 1.0)
-        round_gain = 0.0 if self.costly is None else self._round_gain(most)
+        round_gain = 0.0 if self._asked is None else self._round_gain(most)
         rate = max(1.0, plain / lately_s, round_gain) / self._token_s
         best, best_value = 0, 1.0 - rate * cost_s[0]
         if round_gain:  # the draft must also be better than a draft model's

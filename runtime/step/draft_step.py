@@ -27,12 +27,15 @@ from hotsplit.runtime.step import native_step
 from hotsplit.runtime.step.batch import Row, Wanted, rows_of, runs_of
 from hotsplit.runtime.step.native_step import RowStruct, row_struct
 
+_TIMED_ROWS = 16  # of a pass without logits
+
 
 @dataclass
 class _Text:
     """The block's side of a text: it has keys and values for the first `num_entries` positions, and
     the tokens of the `waiting` ones after those, whose hidden states before the output norm begin
-    `hidden_TD`. `is_whole`: the model's steps have shown the text from its beginning.
+    `hidden_TD`. `is_whole`: the model's steps have shown the text from its beginning;
+    `is_left`: later ones are not looked at.
 
     The last key was made from the token `following` it. `past` are tokens and hidden states of the
     last positions with keys, which are made again if other tokens follow."""
@@ -41,6 +44,7 @@ class _Text:
     num_entries: int = 0
     waiting: list[int] = field(default_factory=list)
     is_whole: bool = True
+    is_left: bool = False
     following: int | None = None
     past: list[tuple[int, np.ndarray]] = field(default_factory=list)
 
@@ -91,10 +95,24 @@ class DraftStep:
         x_TD begins with those of computed rows."""
         if not self.is_on:
             return
+        if len(rows) == 1 and rows[0].source is None:  # a step of a text that goes on
+            text = self._texts[rows[0].sequence]
+            if text.is_left:
+                return
+            num = len(text.waiting)
+            if 0 < num < MOST_WAITING and rows[0].position == text.num_entries + num:
+                text.waiting.append(rows[0].token)
+                text.hidden_TD[num] = x_TD[0]
+                return
         computed = [row for row in rows if row.source is None]
         seen = 0
         for run in runs_of(computed):
             text, start = self._texts[run[0].sequence], run[0].position
+            if text.is_left:
+                if start:
+                    seen += len(run)
+                    continue
+                text = self._texts[run[0].sequence] = self._new_text()
             text.rewind(start, run[0].token)
             end = text.num_entries + len(text.waiting)
             if not text.num_entries <= start <= end:
@@ -111,6 +129,11 @@ class DraftStep:
         hidden_TD = np.empty(self._shape, np.float32)  # what is not written to takes no memory
         return _Text(hidden_TD, num_entries, is_whole=is_whole)
 
+    def leave(self, sequence: int) -> None:
+        """Looks no more at a text, unless it begins anew."""
+        self._texts[sequence] = self._new_text(is_whole=False)
+        self._texts[sequence].is_left = True
+
     def forget(self, sequence: int) -> None:
         self._texts[sequence] = self._new_text()
 
@@ -119,6 +142,7 @@ class DraftStep:
         own = self._texts[source]
         other = self._texts[target] = self._new_text(own.num_entries, is_whole=own.is_whole)
         other.waiting += own.waiting
+        other.is_left = own.is_left
         other.following, other.past = own.following, [*own.past]
         other.hidden_TD[: len(own.waiting)] = own.hidden_TD[: len(own.waiting)]
 
@@ -175,14 +199,20 @@ class DraftStep:
         self._row[0].token, self._row[0].position, self._row[0].sequence = token, start, sequence
         return self._step.run_structs(self._row, 1)[0]
 
-    def step_seconds(self, sequence: int) -> float:
-        """Seconds of the fastest of a few steps, in an empty text."""
-        found = []
-        for _ in range(4):
-            began = time.perf_counter()
-            self._run(sequence, 0, [0], np.zeros((1, self._shape[1]), np.float32))
-            found.append(time.perf_counter() - began)
-        return min(found)
+    def step_seconds(self, sequence: int) -> tuple[float, float]:
+        """Seconds of the fastest of a few steps, in an empty text, and for each of several tokens
+        of which only keys and values are computed."""
+        rows = min(_TIMED_ROWS, self._step.max_rows)
+
+        def fastest_s(num: int, wanted: Wanted) -> float:
+            hidden_TD, found = np.zeros((num, self._shape[1]), np.float32), []
+            for _ in range(4):
+                began = time.perf_counter()
+                self._run(sequence, 0, [0] * num, hidden_TD, wanted)
+                found.append(time.perf_counter() - began)
+            return min(found)
+
+        return fastest_s(1, "last"), fastest_s(rows, "none") / rows
 
     def _catch_up(self, sequence: int, following: Sequence[int], wanted: Wanted) -> Tensor:
         """Computes keys and values of waiting tokens, from the tokens `following` each; returns the

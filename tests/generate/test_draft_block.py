@@ -55,11 +55,12 @@ def paths(tmp_path_factory):
 class ForcedBlock:
     """What a test makes of the text in place of the block's guesses, which are still computed."""
 
-    name, token_s, fault = "mtp", 1e-3, ""
+    name, token_s, read_token_s, fault = "mtp", 1e-3, 1e-4, ""
 
     def __init__(self, drafter, text, lie):
         self.drafter, self.text, self.lie, self.chance = drafter, text, lie, random.Random(0)
-        self.follow, self.prepare, self.unread = drafter.follow, drafter.prepare, drafter.unread
+        self.follow, self.leave = drafter.follow, drafter.leave
+        self.prepare, self.unread = drafter.prepare, drafter.unread
 
     def guesses(self, ids):
         forced = self.lie(self.text[len(ids) : len(ids) + ALL.most], self.chance)
@@ -289,7 +290,7 @@ def test_a_state_of_a_block_of_another_shape_is_refused(paths):
 def test_logits_that_are_not_finite_are_no_guess(value):
     logits_V = torch.tensor([float("-inf"), value, float("-inf")])
     block = SimpleNamespace(first=lambda *_: logits_V)
-    drafter = BlockDrafter(block, 1e-3, FrequentIds(3, None))
+    drafter = BlockDrafter(block, (1e-3, 1e-4), FrequentIds(3, None))
     drafter.follow(SimpleNamespace(is_open=True, ids=[1], number=0, length=1))
     assert not list(drafter.guesses([1, 2]))
     assert drafter.fault == "its logits are NaN or infinite"
@@ -314,3 +315,23 @@ def test_the_controller_drafts_by_the_block_where_a_file_has_one(paths):
             assert drafts._drafter.name == "ngram"
         with pytest.raises(HotsplitError, match="has no draft block"), speculating(engine, ALL):
             pass
+
+
+def test_a_text_that_the_block_has_left_is_not_looked_at_until_it_begins_anew(paths):
+    with Engine.load(paths("qwen35"), draft_block=True, context_length=80) as engine:
+        block, ids = engine._live.draft, [*PROMPT, 7]
+        with drafting(engine, ALL), engine.sequence() as text:
+            text.extend(ids, "none")
+            want_V = block.first(text.number, text.length, 9)
+            drafter = BlockDrafter(block, (1e-3, 1e-4), FrequentIds(256, None))
+            drafter.follow(text)
+            drafter.leave()
+            assert block.num_waiting(text.number) == 0 and not list(drafter.guesses([*ids, 9]))
+            for tokens in ([9], [3, 4]):
+                text.extend(tokens, "none")
+                assert block.num_waiting(text.number) == 0
+            assert text.read_state().draft is None
+            assert block.first(text.number, text.length, 9) is None
+            text.rollback(0)
+            text.extend(ids, "none")
+            assert torch.equal(block.first(text.number, text.length, 9), want_V)

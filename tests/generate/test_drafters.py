@@ -148,7 +148,7 @@ class Chance(Luck):
 class Model(Luck):
     """Says how probable its guesses are; `told` may be another probability than the true one."""
 
-    token_s, fault = 0.0, ""
+    token_s, read_token_s, fault = 0.0, 0.0, ""
 
     def __init__(self, right, told=None) -> None:
         super().__init__(right)
@@ -336,7 +336,7 @@ class Reader(Model):
     """A model that is right eight times in ten, whose guess takes 0.38 steps of 0.1 s and a token
     that it reads 0.085: the 0.5B beside the 1.5B at AVX2."""
 
-    token_s = 0.038
+    token_s, read_token_s = 0.038, 0.0076
 
     def __init__(self, clock, right=lambda place: 0.8) -> None:
         super().__init__(right)
@@ -498,13 +498,34 @@ def test_costs_are_interpolated_between_measured_ones():
     assert (costs.seconds(1), costs.seconds(9)) == (1.0, 2.0)
 
 
+def test_steps_are_compared_with_single_ones_of_their_time():
+    """The first steps of a text are slow: a check among them costs what it does later."""
+    costs = RowCosts()
+    costs.learn(1, 0.3)
+    costs.learn(2, 0.36)
+    for _ in range(9):
+        costs.learn(1, 0.1)
+    assert costs.curve(2) == pytest.approx([0, 0.1, 0.12])
+
+
+def test_a_first_single_row_after_steps_of_several_texts_is_the_new_unit():
+    costs = RowCosts()
+    costs.learn(2, 0.3, texts=2)
+    costs.learn(4, 0.6, texts=2)
+    costs.learn(1, 0.2)
+    assert costs.curve(4) == pytest.approx([0, 0.2, 0.3, 0.45, 0.6])
+
+
 def test_costs_that_were_known_before_are_replaced_by_measured_ones():
     costs = RowCosts({1: 1.0, 2: 1.5, 4: 2.0})
     assert costs.is_known and costs.single_s is None
     costs.learn(1, 0.1)
     assert costs.curve(6) == pytest.approx([0, 0.1, 0.15, 0.175, 0.2, 0.2333, 0.2667], abs=1e-4)
-    costs.learn(2, 0.11)
-    assert costs.curve(4) == pytest.approx([0, 0.1, 0.11, 0.155, 0.2])
+    costs.learn(2, 0.11)  # with what was known, 1.1 and 1.5 steps
+    assert costs.curve(4) == pytest.approx([0, 0.1, 0.13, 0.165, 0.2])
+    for _ in range(8):
+        costs.learn(2, 0.11)
+    assert costs.curve(2) == pytest.approx([0, 0.1, 0.11])
     shared = RowCosts({1: 1.0, 2: 1.5, 4: 2.0})
     shared.learn(2, 0.3)  # of two texts
     assert shared.curve(4) == pytest.approx([0, 0.2, 0.3, 0.35, 0.4])
@@ -533,3 +554,35 @@ def test_the_expected_acceptance_follows_the_counts():
 def test_wrong_options_of_drafts_are_refused(values, match):
     with pytest.raises(HotsplitError, match=match):
         SpeculationOptions(**values)
+
+
+@pytest.mark.parametrize("kind", [Chance, Model])
+@pytest.mark.parametrize(("step_s", "least"), [(2e-4, 0.98), (1e-3, 0.985), (0.02, 0.99)])
+def test_deciding_takes_a_small_share_of_the_time(clock, monkeypatch, kind, step_s, least):
+    """To decide takes 25 us, as much as an eighth of the shortest of these steps. No draft pays."""
+    speculation = Speculation(kind(RIGHTS["never"]), SpeculationOptions())
+    check = speculation._check
+
+    def checked(ids):
+        clock.now_s += 25e-6
+        check(ids)
+
+    monkeypatch.setattr(speculation, "_check", checked)
+    took, _ = live(speculation, lambda rows: step_s * rows, 3000)
+    assert 3000 * step_s / (took + clock.now_s) > least
+    assert speculation.totals.steps >= 2990
+    assert speculation.totals.step_s == pytest.approx(took)
+
+
+def test_drafts_are_decided_on_at_each_step_while_they_pay(clock, monkeypatch):
+    speculation = Speculation(Chance(RIGHTS["often"]), SpeculationOptions())
+    check, num_checked = speculation._check, Counter()
+
+    def checked(ids):
+        clock.now_s += 25e-6
+        num_checked[len(ids)] += 1
+        check(ids)
+
+    monkeypatch.setattr(speculation, "_check", checked)
+    _, lengths = live(speculation, lambda rows: COSTS["memory-bound"](rows) / 500, 3000)
+    assert lengths.total() < 1.05 * num_checked.total()

@@ -275,6 +275,7 @@ def check(bench_of, family, pattern, *, seed, count):
 def test_no_drafter_changes_a_text(bench_of, paths, monkeypatch, kind):
     """The controllers decide, but for them every draft pays."""
     monkeypatch.setattr(speculation, "_MARGIN", -100)
+    monkeypatch.setattr(speculation, "_FREE_DECIDING", 1e9)
     monkeypatch.setattr(Speculation, "_round_gain", lambda self, most: 1.1)
     monkeypatch.setattr(Account, "can_pay", lambda self, seconds: True)
     families = {"auto": "qwen35moe", "mtp": "qwen35moe", "assistant": "gemma4"}

@@ -112,10 +112,11 @@ class Attention {
     }
 
     // Attends with the heads of qkv [T, stride]; writes `out` [T, H * V], multiplied by the sigmoids of `gates` of
-    // the same shape, if any.
-    void run(const HsAttention& l, const float* qkv, int64_t stride, const float* gates, Operand& out) {
+    // the same shape, if any. Rows before `first` have none.
+    void run(const HsAttention& l, const float* qkv, int64_t stride, const float* gates, Operand& out,
+             int64_t first) {
         gate = gates;
-        for (int64_t t = 0; t < T; t += rows_at_once)
+        for (int64_t t = first; t < T; t += rows_at_once)
             run(l, qkv, stride, out, t, std::min(t + rows_at_once, T));
     }
 

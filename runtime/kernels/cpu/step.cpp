@@ -190,6 +190,7 @@ class Step {
     explicit Step(HsStep& step) : s(step), clock(step), w(step, step.workspace), D(step.width) {}
 
     void run(const HsRow* row, int64_t count, float* logits) {
+        last_of_all = last_that_keeps();
         run(row, count, logits, nullptr, 0, s.num_ops);
     }
 
@@ -215,6 +216,10 @@ class Step {
             next = i + 1;
             if (!is_of_rows(op)) {
                 run(op, row, logits, named);
+                if (i == last_of_all) {
+                    drop_rows();
+                    if (!T) return;
+                }
                 continue;
             }
             while (next < end && is_of_rows(s.op[next]) && s.op[next].layer == op.layer) ++next;
@@ -226,6 +231,43 @@ class Step {
         }
     }
 
+    // The last operation that keeps something of every row, keys or states: later ones concern rows with
+    // logits alone. The number of operations, if others read the hidden states.
+    int64_t last_that_keeps() const {
+        if (s.vector[VALUE_X]) return s.num_ops;
+        int64_t last = s.num_ops - 1;
+        bool is_read[NUM_VALUES + 1] = {};
+        for (; last >= 0; --last) {
+            const HsOp& op = s.op[last];
+            const Operation* own = operation(op.kind);
+            if (op.kind == OP_ATTENTION || op.kind == OP_ATTEND) break;
+            if (own && own->rooms(op.weights).slots) break;
+            for (int32_t value : written_by(op)) is_read[value] = false;
+            for (int32_t value : read_by(op)) is_read[value] = true;
+        }
+        // Their rows are as long as a layer needs.
+        const bool is_fixed = !is_read[VALUE_NAMED] && !is_read[VALUE_ROUTED];
+        return is_fixed && last >= 0 ? last : s.num_ops;
+    }
+
+    // Drops the rows without logits.
+    void drop_rows() {
+        if (num_wanted == T) return;
+        bool is_read[NUM_VALUES + 1] = {};
+        for (const HsOp* op = s.op + last_of_all; op < s.op + s.num_ops; ++op)
+            for (int32_t value : read_by(*op)) is_read[value] = true;
+        for (int32_t value = 0; value < NUM_VALUES; ++value)
+            if (is_read[value] && w.vector[value].f32) drop_rows(w.vector[value]);
+        for (int64_t i = 0; i < num_wanted; ++i) token[i] = token[wanted[i]], wanted[i] = i;
+        T = num_wanted;
+    }
+
+    void drop_rows(Operand& x) {
+        for (int64_t i = 0; i < num_wanted; ++i)
+            if (wanted[i] != i) std::memcpy(x.row(i), x.row(wanted[i]), x.size * sizeof(float));
+        x.changed();
+    }
+
     void run(const HsOp& op, const HsRow* row, float* logits, uint32_t* named) {
         if (const Operation* own = operation(op.kind)) return run(*own, op, row);
         Operand &in = w.vector[op.in], &out = w.vector[op.out];
@@ -235,7 +277,7 @@ class Step {
                 rows(4 * D, [&](int64_t t) { embed(token[t], t, out.row(t)); });
                 return clock.ended(TIMED_OTHER);
             case OP_ATTENTION:
-                return attention(s.layer[op.layer].attention, in, out.f32);
+                return attention(s.layer[op.layer].attention, in, out.f32, &op == s.op + last_of_all);
             case OP_ATTEND:
                 turn(s.layer[op.layer].attention);
                 clock.ended(TIMED_OTHER);
@@ -356,7 +398,8 @@ class Step {
         }
     }
 
-    void attention(const HsAttention& l, Operand& input, float* out) {
+    // `is_last`: only rows with logits attend.
+    void attention(const HsAttention& l, Operand& input, float* out, bool is_last) {
         turn(l);
         clock.ended(TIMED_OTHER);
         if (l.latent)
@@ -364,7 +407,12 @@ class Step {
         else
             multiply(l.input, num_inputs(l), input, T, w.qkv, qkv_size(l));
         clock.ended(TIMED_INPUTS);
-        attend(l, w.qkv, w.heads_out);
+        attend(l, w.qkv, w.heads_out, is_last ? (num_wanted ? wanted[0] : T) : 0);
+        if (is_last) {
+            if (num_wanted < T) drop_rows(w.heads_out);
+            drop_rows();
+            if (!T) return;
+        }
         Operand& heads = l.latent ? w.latent.outputs(l, w.heads_out, T) : w.heads_out;
         if (s.seen_heads) std::copy_n(heads.f32, T * heads.size, s.seen_heads);
         multiply(&l.output, 1, heads, T, out, D);
@@ -372,8 +420,9 @@ class Step {
         clock.ended(TIMED_OUTPUT);
     }
 
-    // Prepares the projections of each row in place, appends keys and values, and attends.
-    void attend(const HsAttention& l, float* qkv, Operand& heads) {
+    // Prepares the projections of each row in place, appends keys and values, and attends, rows from `first`
+    // on.
+    void attend(const HsAttention& l, float* qkv, Operand& heads, int64_t first = 0) {
         const int64_t num_values = qkv_size(l);
         w.attention.use(l);
         heads.size = heads_size(l);
@@ -383,7 +432,7 @@ class Step {
             if (own_heads(l)) w.attention.append(l, t, values + queries_size(l), own);
         });
         if (own_heads(l)) w.attention.summarise(l);
-        w.attention.run(l, qkv, num_values, has_gates(l) ? w.gates : nullptr, heads);
+        w.attention.run(l, qkv, num_values, has_gates(l) ? w.gates : nullptr, heads, first);
         heads.changed();
         clock.ended(TIMED_ATTEND);
     }
@@ -498,6 +547,7 @@ class Step {
     std::array<int64_t, MAX_ROWS> token;
     std::array<int64_t, MAX_ROWS> wanted;  // rows with logits
     int64_t num_wanted = 0;
+    int64_t last_of_all = -1;  // the last operation of all rows, if later ones concern some alone
     std::array<bool, MAX_ROTARIES> is_turned = {};
 };
 
