@@ -42,6 +42,8 @@ os.environ.setdefault("HOTSPLIT_CACHE", _cache.name)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that tests start, too
 
+forked.sync_nothing()
+
 # Shells start background jobs with SIGINT ignored, and what they start inherits that: tests that
 # interrupt a command would wait for ever. A handler of Python's is not inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -343,29 +343,35 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _put_back_expert(state: dict[str, Tensor], item: Restored, expert: int) -> None:
-    for name in state:
-        place = expert_place(name)
-        if place is not None and item.tensor in place.names:
-            own, values = state[name][expert], torch.from_numpy(item.values)
-            part, parts = place.names.index(item.tensor), len(place.names)
-            if f"{name}_bias" in state:  # with columns of gates and ups in turn (gpt-oss)
-                own[:, part::parts] = values.T
-            elif name.endswith("_bias"):
-                own[part::parts] = values
-            else:
-                own[part * len(values) : (part + 1) * len(values)] = values
-            return
-    raise Skipped(f"transformers has another name for the experts in {item.source!r}")
+def _put_back_expert(state: dict[str, Tensor], name: str, item: Restored) -> None:
+    """Into the state's tensor of this name, which holds the item's experts."""
+    place = expert_place(name)
+    assert place is not None, name
+    own, values = state[name][item.expert], torch.from_numpy(item.values)
+    part, parts = place.names.index(item.tensor), len(place.names)
+    if f"{name}_bias" in state:  # with columns of gates and ups in turn (gpt-oss)
+        own[:, part::parts] = values.T
+    elif name.endswith("_bias"):
+        own[part::parts] = values
+    else:
+        own[part * len(values) : (part + 1) * len(values)] = values
 
 
 def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
+    of_experts: dict[str, str] = {}
+    for name in state:
+        place = expert_place(name)
+        for tensor in () if place is None else place.names:
+            of_experts.setdefault(tensor, name)
+    renamed = {name: _renamed(name) for name in state}
     for item in restored:
         if item.expert is not None:
-            _put_back_expert(state, item, item.expert)
+            if item.tensor not in of_experts:
+                raise Skipped(f"transformers has another name for the experts in {item.source!r}")
+            _put_back_expert(state, of_experts[item.tensor], item)
             continue
         source = _renamed(item.source)
-        names = [n for n in state if _renamed(n) == source or _renamed(n).endswith("." + source)]
+        names = [n for n, own in renamed.items() if own == source or own.endswith(f".{source}")]
         if len(names) != 1:
             raise Skipped(f"transformers has another name for the tensor {item.source!r}")
         target = state[names[0]]

@@ -162,9 +162,9 @@ def test_parts_of_a_matrix_are_whole_tiles(preferred):
 def test_a_prompt_has_the_bits_of_its_steps(level, tmp_path, kind):
     """The file types that are packed, with any number of threads. Passes of more than 32 tokens
     attend in another order of sums."""
-    shape = make_sizes(width=256, num_neurons=256, context_length=256)
+    shape = make_sizes(width=256, num_neurons=256, context_length=128)
     make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
-    ids = [7 * place % shape.vocab_size for place in range(200)]
+    ids = [7 * place % shape.vocab_size for place in range(100)]
     with Engine.load(tmp_path / "m.gguf", mode="dense") as engine:
         steps = decoded(engine, ids[:32])
         for threads in (1, 2, 3):

@@ -123,10 +123,11 @@ def differing_rows(mixer, seed, experts=None):
     return count
 
 
-@pytest.mark.parametrize("experts", [None, FEW], ids=["dense", "experts"])
+# One text and two, with two lasting states and with one: each with either.
+@pytest.mark.parametrize("experts, seeds", [(None, (1, 2)), (FEW, (0, 3))], ids=["dense", "moe"])
 @pytest.mark.parametrize("mixer", RECURRENT)
-def test_rows_of_divided_checks_have_the_bits_of_rows_alone(mixer, experts):
-    assert not any(differing_rows(mixer, seed, experts) for seed in range(4))
+def test_rows_of_divided_checks_have_the_bits_of_rows_alone(mixer, experts, seeds):
+    assert not any(differing_rows(mixer, seed, experts) for seed in seeds)
 
 
 @pytest.mark.parametrize("mixer", RECURRENT)
