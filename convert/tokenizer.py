@@ -110,9 +110,14 @@ def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
         return None, [f"{path.parent}: no tokenizer.json, which text needs; {GIVE}"]
     for file in older:
         require_file(file, "tokenizer's file")
-    from transformers import AutoTokenizer
-
     _check_older(path.parent)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return None, [
+            f"{path}: missing, and transformers, which makes it from the older files, is not"
+            f" installed (pip install 'hotsplit[convert]'); text needs it: {GIVE}"
+        ]
     try:
         with refused(f"{path.parent}: the tokenizers library cannot read the older files"):
             made = AutoTokenizer.from_pretrained(path.parent, local_files_only=True)

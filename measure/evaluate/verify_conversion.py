@@ -212,11 +212,14 @@ def _relative_error(got_TV: Tensor, want_TV: Tensor) -> float:
 
 @contextmanager
 def _transformers_may_fail() -> Iterator[None]:
-    """Raises Skipped for all that transformers may raise for an odd config, and silences its table
-    of missing and unexpected tensors, and its progress bars, which stay off."""
+    """Raises Skipped without transformers, and for all that it may raise for an odd config;
+    silences its table of missing and unexpected tensors, and its progress bars, which stay off."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers.utils import logging
 
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise Skipped("transformers is not installed: pip install 'hotsplit[convert]'") from error
     verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity(logging.CRITICAL)

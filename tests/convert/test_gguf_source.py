@@ -5,6 +5,7 @@ Oracles: gguf's writer and block formats, transformers' logits, our runtime on t
 
 import dataclasses
 import itertools
+import sys
 from pathlib import Path
 
 import gguf
@@ -537,6 +538,11 @@ def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
     assert line(fatrelu) == f"values verified, logits not: {reason}"
     edit_config(fatrelu, lambda c: c.update(model_type="bamboo"))
     assert "transformers does not know model_type 'bamboo'" in line(fatrelu)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        patch.setitem(sys.modules, "transformers.utils", None)
+        missing = "transformers is not installed: pip install 'hotsplit[convert]'"
+        assert line(silu) == f"values verified, logits not: {missing}"
     requantised(stock, tmp_path / "q.gguf", "q5_1")
     assert line(tmp_path / "q.gguf").startswith("verified: logits equal the source's")
     monkeypatch.setattr(module, "free_memory_bytes", lambda: 1000)

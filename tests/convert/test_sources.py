@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -346,7 +347,7 @@ def test_contradictions_about_the_input_are_refused(llama, tmp_path, capsys, wri
 # ---- tokenizers --------------------------------------------------------------------------------
 
 
-def test_older_tokenizer_files_are_converted(tmp_path):
+def test_older_tokenizer_files_are_converted(tmp_path, monkeypatch):
     """Like OPT's checkpoints: vocab.json and merges.txt, and a token that begins every text."""
     folder = random_model(tmp_path / "hf", CASES["opt"])
     save_tokenizer(folder, 320)
@@ -363,6 +364,10 @@ def test_older_tokenizer_files_are_converted(tmp_path):
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = [" ".join(merge) for merge in model["merges"]]
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        report = convert(ConvertConfig(source=folder, output=tmp_path / "none.gguf"))
+    assert any("pip install 'hotsplit[convert]'" in note for note in report.notes)
     report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
     assert any("made from older files by transformers" in note for note in report.notes)
     codec = TextCodec.of(ModelFile.load(tmp_path / "m.gguf"))
