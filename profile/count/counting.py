@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.artifacts.profile_file import NUM_BINS
+from hotsplit.artifacts.profile_file import MAX_RECORDED, NUM_BINS
 from hotsplit.errors import HotsplitError
 from hotsplit.model.neurons import SMOOTH
 from hotsplit.profile.count.run import Tensors
@@ -21,9 +21,6 @@ from hotsplit.profile.native.counting_library import count, tables
 from hotsplit.runtime.kernels.gate import Gate
 
 _MAX_ADDED = 255  # ones that a uint8 can count
-# Tokens whose experts are recorded, of all processes together. With half as many, plans for 8 and
-# 12 GiB of Qwen3-30B-A3B's shape take 0.1 and 0.2 % longer on other text (docs/log/solver.md).
-MAX_RECORDED = 4096
 
 
 class Counter(Tensors):

@@ -65,7 +65,7 @@ def test_imported_packages_are_required():
 def requirements() -> list[str]:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    own = ("grammar", "serve", "parquet")
+    own = ("convert", "grammar", "serve", "parquet")
     return [*project["dependencies"], *(name for extra in own for name in extras[extra])]
 
 

@@ -23,6 +23,9 @@ VERSION = 1
 # last one has no end. Eight bins per octave: the edges of a bin are 9 % apart.
 EDGES = np.concatenate([[0.0], np.exp2(np.arange(-16 * 8, 8 * 8 + 1) / 8)])
 NUM_BINS = len(EDGES)
+# Tokens whose experts are recorded, of all processes together. With half as many, plans for 8 and
+# 12 GiB of Qwen3-30B-A3B's shape take 0.1 and 0.2 % longer on other text (docs/log/solver.md).
+MAX_RECORDED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 --text-key | text = text | Key of the text in .jsonl, or its column in .parquet.
 --imatrix | importances: gguf | Also write an importance matrix, for convert --imatrix and
     llama.cpp.
+--routes | file | Count the choices of a mixture's routers that another engine recorded: arrays
+    (.npy, .npz) or vLLM's responses (.jsonl), instead of text.
 --merge | is_merge: flag | Add profiles of one model together.
 --train-predictors | folder | Train predictors too, and write them to this folder.
 --predictor-rank | int | Use low-rank predictors of this rank only.
@@ -49,6 +51,7 @@ def profile(
     force: bool,
     is_merge: bool,
     as_json: bool,
+    routes: Path | None,
     **options: Any,
 ) -> None:
     """Count how often each neuron fires on a text; with --train-predictors, also train predictors.
@@ -72,6 +75,20 @@ def profile(
         return
     if len(files) != 1:
         raise click.UsageError("one model at a time; give text with --corpus")
+    if routes is not None:
+        for param in common.given(ctx):
+            if param.name not in ("files", "output", "routes", "force", "as_json"):
+                raise click.UsageError(f"{param.opts[0]} has no effect with --routes: leave it out")
+        from hotsplit.profile.routes import profile_routes
+
+        counted = profile_routes(routes, files[0], output, force=force)
+        shares = [share for share in counted.hottest_fifth_of_experts_L if share]
+        line = (
+            f"wrote {output}: the choices of {counted.num_tokens:,} tokens, of which the hottest"
+            f" fifth of the experts takes {common.mean(shares):.0%}"
+        )
+        common.finish(counted, as_json, [line])
+        return
     from hotsplit.profile.profile_config import DEFAULT_TOKENS, ProfileConfig
 
     with texts_or_default(options.pop("corpora")) as texts:
