@@ -77,6 +77,7 @@ def counted(model: ModelFile, path: Path) -> Profile:
         raise HotsplitError(f"{path}: no tokens; {WANTED}")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
+    count_LF, histogram_LB = _firings(model, count_LE, num_tokens)
     return Profile(
         model_id=model.model_id,
         num_tokens=num_tokens,
@@ -85,12 +86,15 @@ def counted(model: ModelFile, path: Path) -> Profile:
         expert_count_LE=count_LE,
         routing_LTK=np.concatenate(recorded, axis=1),
         num_neurons_L=uneven(model.spec.num_neurons_L),
-        **_firings(model, count_LE, num_tokens),
+        active_count_LF=count_LF,
+        gate_histogram_LB=histogram_LB,
     )
 
 
-def _firings(model: ModelFile, count_LE: np.ndarray, num_tokens: int) -> dict[str, np.ndarray]:
-    """Counts and histograms if all neurons of a chosen expert fire, and all of other layers."""
+def _firings(
+    model: ModelFile, count_LE: np.ndarray, num_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Counts [L, F] and histograms if all neurons of a chosen expert fire, and all of other layers."""
     most, layers = model.spec.most_neurons, model.spec.layers
     count_LF = np.zeros((len(layers), most), np.int64)
     for layer, (spec, count_E) in enumerate(zip(layers, count_LE, strict=True)):
@@ -101,7 +105,7 @@ def _firings(model: ModelFile, count_LE: np.ndarray, num_tokens: int) -> dict[st
     histogram_LB = np.zeros((len(layers), NUM_BINS), np.int64)
     histogram_LB[:, -1] = count_LF.sum(axis=1)
     histogram_LB[:, 0] = num_tokens * most - histogram_LB[:, -1]
-    return {"active_count_LF": count_LF, "gate_histogram_LB": histogram_LB}
+    return count_LF, histogram_LB
 
 
 def _records(path: Path) -> Iterator[np.ndarray]:
