@@ -94,7 +94,7 @@ def counted(model: ModelFile, path: Path) -> Profile:
 def _firings(
     model: ModelFile, count_LE: np.ndarray, num_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Counts [L, F] and histograms if all neurons of a chosen expert fire, and all of other layers."""
+    """Counts [L, F], and histograms, if all neurons of a chosen expert fire and all of others."""
     most, layers = model.spec.most_neurons, model.spec.layers
     count_LF = np.zeros((len(layers), most), np.int64)
     for layer, (spec, count_E) in enumerate(zip(layers, count_LE, strict=True)):
