@@ -3,6 +3,7 @@ and types of tensors as llama.cpp's converter and quantize write them. There are
 has the size of the real one, but is sparse. Matrices have a row for each word of the vocabulary,
 whose words are left out."""
 
+import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -374,17 +375,6 @@ def _mamba2(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "ssm_out.weight", (width, inner)
 
 
-def _mamba(heads: int, width: int, *, groups: int, state: int) -> dict[str, object]:
-    """The keys of Mamba-2 with so many heads."""
-    return {
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": state,
-        "ssm.group_count": groups,
-        "ssm.inner_size": heads * width,
-        "ssm.time_step_rank": heads,
-    }
-
-
 def _feed_forward(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     _, width, neurons, *_ = header.sizes
     number, _, each, shared, lead = header.experts
@@ -487,27 +477,6 @@ def _plain(value: object) -> tuple[int, bytes]:
 
 # ---- the table ----------------------------------------------------------------------------------
 
-_YARN = {
-    "rope.scaling.type": "yarn",
-    "rope.scaling.factor": 32.0,
-    "rope.scaling.original_context_length": 4096,
-}
-_DELTA = {
-    "ssm.conv_kernel": 4,
-    "ssm.state_size": 128,
-    "ssm.group_count": 16,
-    "ssm.inner_size": 4096,
-    "ssm.time_step_rank": 32,
-    "full_attention_interval": 4,
-    "rope.dimension_count": 64,
-    "rope.dimension_sections": [11, 11, 10, 0],
-}
-_IMATRIX = {
-    "quantize.imatrix.file": "m.imatrix",
-    "quantize.imatrix.dataset": "calibration.txt",
-    "quantize.imatrix.entries_count": 224,
-    "quantize.imatrix.chunks_count": 125,
-}
 _GEMMA4 = {
     "attention.key_length": 512,
     "attention.value_length": 512,
@@ -524,473 +493,215 @@ _GEMMA4 = {
     "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, 1, 1, 1],
     "tokenizer.ggml.merges": ["a b"],
 }
-_QWEN3_VL = {
-    "context_length": 262144,
-    "rope.freq_base": 5e6,
-    "rope.dimension_sections": [24, 20, 20, 0],
-    "n_deepstack_layers": 3,
-}
-_NO_ROPE = {"rope.freq_base": None, "rope.dimension_count": None}
-# Name, architecture, pre-tokenizer, sizes.
-_TABLE = """
-Llama-3.1-8B-Instruct-Q4_K_M        llama          llama-bpe         32,4096,14336,32,8,128,128256
-Llama-3.3-70B-Instruct-Q4_K_M       llama          llama-bpe         80,8192,28672,64,8,128,128256
-Qwen2.5-7B-Instruct-Q4_K_M          qwen2          qwen2             28,3584,18944,28,4,128,152064
-Qwen2.5-32B-Instruct-Q4_K_M         qwen2          qwen2             64,5120,27648,40,8,128,152064
-Qwen3-8B-Q4_K_M                     qwen3          qwen2             36,4096,12288,32,8,128,151936
-Qwen3-30B-A3B-Q4_K_M                qwen3moe       qwen2             48,2048,6144,32,4,128,151936
-Qwen3-235B-A22B-Q4_K_M              qwen3moe       qwen2             94,4096,12288,64,4,128,151936
-Qwen2.5-VL-7B-Instruct-Q4_K_M       qwen2vl        qwen2             28,3584,18944,28,4,128,152064
-Qwen3-VL-8B-Instruct-Q4_K_M         qwen3vl        qwen2             36,4096,12288,32,8,128,151936
-Qwen3-VL-30B-A3B-Instruct-Q4_K_M    qwen3vlmoe     qwen2             48,2048,6144,32,4,128,151936
-Muse-Glimmer-30B-Q4_K_M             muse-glimmer   llama-bpe         52,6656,19968,32,2,128,202048
-North-Mini-Code-Q4_K_M              cohere2moe     command-r         49,2048,3072,32,4,128,262144
-Qwen3.6-35B-A3B-Q4_K_M              qwen35moe      qwen35            40,2048,5632,16,2,256,248320
-Mistral-Nemo-Instruct-2407-Q4_K_M   llama          tekken            40,5120,14336,32,8,128,131072
-Mistral-Small-24B-IQ3_XXS           llama          tekken            40,5120,32768,32,8,128,131072
-Mixtral-8x7B-Instruct-v0.1-Q4_K_M   llama          llama             32,4096,14336,32,8,128,32000
-gemma-2-9b-it-Q4_K_M                gemma2         llama             42,3584,14336,16,8,256,256000
-gemma-3-12b-it-Q4_K_M               gemma3         llama             48,3840,15360,16,8,256,262208
-gemma-3-27b-it-Q4_0                 gemma3         llama             62,5376,21504,32,16,128,262208
-gemma-4-12b-it-Q4_K_M               gemma4         llama             48,3840,15360,16,8,256,262144
-gemma-4-E4B-it-Q4_K_M               gemma4         llama             42,2560,10240,8,2,256,262144
-Phi-3.5-mini-instruct-Q4_K_M        phi3           llama             32,3072,8192,32,32,96,32064
-phi-4-Q4_K_M                        phi3           dbrx              40,5120,17920,40,10,128,100352
-gpt-oss-20b-MXFP4                   gpt-oss        gpt-4o            24,2880,2880,64,8,64,201088
-GLM-4.5-Air-Q4_K_M                  glm4moe        glm4              46,4096,10944,96,8,128,151552
-DeepSeek-R1-Distill-Qwen-7B-Q4_K_M  qwen2          deepseek-r1-qwen  28,3584,18944,28,4,128,152064
-DeepSeek-R1-Distill-Llama-8B-Q8_0   llama          llama-bpe         32,4096,14336,32,8,128,128256
-DeepSeek-V3-Q4_K_M                  deepseek2      deepseek-v3       61,7168,18432,128,1,576,129280
-DeepSeek-V2-Lite-Chat-Q4_K_M        deepseek2      deepseek-llm      27,2048,10944,16,1,576,102400
-Kimi-K2-Instruct-Q4_K_M             deepseek2      kimi-k2           61,7168,18432,64,1,576,163840
-GLM-4.7-Flash-Q4_K_M                deepseek2      glm4              47,2048,10240,20,1,576,154880
-Mistral-Small-4-119B-Q4_K_M         mistral4       tekken            36,4096,12288,32,1,320,131072
-MiniCPM3-4B-Q4_K_M                  minicpm3       llama             62,2560,6400,40,40,96,73448
-c4ai-command-r-v01-Q4_K_M           command-r      command-r         40,8192,22528,64,64,128,256000
-OLMo-2-1124-7B-Instruct-Q4_K_M      olmo2          dbrx              32,4096,11008,32,32,128,100352
-granite-4.0-h-small-Q4_K_M          granitehybrid  dbrx              40,4096,768,32,8,128,100352
-Nemotron-3-Nano-30B-A3B-Q4_K_M      nemotron_h_moe tekken            52,2688,1856,32,2,128,131072
-Falcon-H1-7B-Instruct-Q4_K_M        falcon-h1      falcon3           44,3072,12288,12,2,128,130048
-jamba-v0.1-Q4_K_M                   jamba          llama             1,4096,14336,32,8,128,65536
-Falcon3-7B-Instruct-Q4_K_M          llama          falcon3           28,3072,23040,12,4,256,131072
-starcoder2-7b-Q4_K_M                starcoder2     starcoder         32,4608,18432,36,4,128,49152
-SmolLM2-1.7B-Instruct-Q4_K_M        llama          smollm            24,2048,8192,32,32,64,49152
-SmolLM3-3B-Q4_K_M                   smollm3        smaug-bpe         36,2048,11008,16,4,128,128256
-ERNIE-4.5-21B-A3B-PT-Q4_K_M         ernie4_5-moe   llama             28,2560,12288,20,4,128,103424
-LFM2-1.2B-Q4_K_M                    lfm2           lfm2              16,2048,8192,32,8,64,65536
-LFM2-8B-A1B-Q4_K_M                  lfm2moe        lfm2              24,2048,7168,32,8,64,65536
-bge-m3-Q8_0                         bert           llama             1,1024,4096,16,16,64,250002
-mmproj-gemma-3-12b-it-f16           clip           llama             1,1152,4304,16,16,72,1
-llama-3.1-8b-lora-F16               llama          llama             1,4096,14336,32,8,128,128256
-Llama-3.1-8B-TQ1_0                  llama          llama-bpe         32,4096,14336,32,8,128,128256
-Qwen2.5-32B-Instruct-IQ2_XXS        qwen2          qwen2             64,5120,27648,40,8,128,152064
-Qwen3.8-27B-UD-Q2_K_XL              qwen35         qwen35            64,5120,17408,24,4,256,248320
-MiniMax-M2-Q4_K_M                   minimax-m2     minimax-m2        62,3072,1536,48,8,128,200064
-Seed-OSS-36B-Instruct-Q4_K_M        seed_oss       seed-coder        64,5120,27648,80,8,128,155136
-Hunyuan-7B-Instruct-Q4_K_M          hunyuan-dense  hunyuan-dense     32,4096,14336,32,8,128,128167
-Hunyuan-A13B-Instruct-Q4_K_M        hunyuan-moe    hunyuan           32,4096,3072,32,8,128,128167
-Hy3-Q4_K_M                          hy_v3          hunyuan           80,4096,13312,64,8,128,120832
-dots.llm1.inst-Q4_K_M               dots1          qwen2             62,4096,10944,32,32,128,152064
-Solar-Open-100B-Q4_K_M              glm4moe        solar-open        48,4096,10240,64,8,128,196608
-Ling-mini-2.0-Q4_K_M                bailingmoe2    bailingmoe2       20,2048,5120,16,4,128,157184
-granite-4.0-micro-Q4_K_M            granite        dbrx              40,2560,8192,40,8,64,100352
-gemma-2b-it-Q4_K_M                  gemma          llama             18,2048,16384,8,1,256,256000
-stablelm-2-zephyr-1_6b-Q4_K_M       stablelm       stablelm2         24,2048,5632,32,32,64,100352
-pythia-1.4b-Q8_0                    gptneox        olmo              24,2048,8192,16,16,128,50304
-phi-2-Q4_K_M                        phi2           phi-2             32,2560,10240,32,32,80,51200
-internlm2_5-7b-chat-Q4_K_M          internlm2      llama             32,4096,14336,32,8,128,92544
-"""
-_MARKS = {
-    "Llama-3.1-8B-Instruct-Q4_K_M": "factors",
-    "Llama-3.3-70B-Instruct-Q4_K_M": "factors",
-    "Qwen2.5-7B-Instruct-Q4_K_M": "bias",
-    "Qwen2.5-32B-Instruct-Q4_K_M": "bias",
-    "Qwen3-8B-Q4_K_M": "head_norms long",
-    "Qwen3-30B-A3B-Q4_K_M": "head_norms",
-    "Qwen3-235B-A22B-Q4_K_M": "head_norms",
-    "Qwen2.5-VL-7B-Instruct-Q4_K_M": "bias",
-    "Qwen3-VL-8B-Instruct-Q4_K_M": "head_norms long",
-    "Qwen3-VL-30B-A3B-Instruct-Q4_K_M": "head_norms",
-    "Muse-Glimmer-30B-Q4_K_M": "norms_around head_norms own_gates every_fourth_full",
-    "North-Mini-Code-Q4_K_M": "tied parallel every_fourth_full",
-    "Qwen3.6-35B-A3B-Q4_K_M": "head_norms delta second",
-    "Qwen3.8-27B-UD-Q2_K_XL": "head_norms delta second",
-    "gemma-2-9b-it-Q4_K_M": "tied norms_around",
-    "gemma-3-12b-it-Q4_K_M": "tied norms_around head_norms",
-    "gemma-3-27b-it-Q4_0": "tied norms_around head_norms",
-    "gemma-4-12b-it-Q4_K_M": "tied norms_around head_norms gemma4 factors keys_as_values",
-    "gemma-4-E4B-it-Q4_K_M": "tied norms_around head_norms gemma4 factors inputs",
-    "Phi-3.5-mini-instruct-Q4_K_M": "fused longrope",
-    "phi-4-Q4_K_M": "fused",
-    "gpt-oss-20b-MXFP4": "biases sinks expert_biases second",
-    "GLM-4.5-Air-Q4_K_M": "bias second choice_bias",
-    "DeepSeek-R1-Distill-Qwen-7B-Q4_K_M": "bias",
-    "DeepSeek-R1-Distill-Llama-8B-Q8_0": "factors",
-    "DeepSeek-V3-Q4_K_M": "latent choice_bias",
-    "DeepSeek-V2-Lite-Chat-Q4_K_M": "latent",
-    "Kimi-K2-Instruct-Q4_K_M": "latent choice_bias",
-    "GLM-4.7-Flash-Q4_K_M": "latent choice_bias",
-    "Mistral-Small-4-119B-Q4_K_M": "latent",
-    "MiniCPM3-4B-Q4_K_M": "latent longrope tied",
-    "c4ai-command-r-v01-Q4_K_M": "tied parallel",
-    "OLMo-2-1124-7B-Instruct-Q4_K_M": "norms_after wide_norms",
-    "starcoder2-7b-Q4_K_M": "biases no_gate norm_bias",
-    "granite-4.0-h-small-Q4_K_M": "tied mamba",
-    "Nemotron-3-Nano-30B-A3B-Q4_K_M": "mamba single no_gate choice_bias",
-    "Falcon-H1-7B-Instruct-Q4_K_M": "both",
-    "SmolLM2-1.7B-Instruct-Q4_K_M": "tied",
-    "SmolLM3-3B-Q4_K_M": "tied",
-    "LFM2-1.2B-Q4_K_M": "tied head_norms conv",
-    "LFM2-8B-A1B-Q4_K_M": "tied head_norms conv choice_bias",
-    "Qwen2.5-32B-Instruct-IQ2_XXS": "bias",
-    "ERNIE-4.5-21B-A3B-PT-Q4_K_M": "tied choice_bias",
-    "MiniMax-M2-Q4_K_M": "wide_norms choice_bias",
-    "Seed-OSS-36B-Instruct-Q4_K_M": "bias second",
-    "Hunyuan-7B-Instruct-Q4_K_M": "tied head_norms long",
-    "Hunyuan-A13B-Instruct-Q4_K_M": "tied head_norms",
-    "Hy3-Q4_K_M": "head_norms choice_bias",
-    "dots.llm1.inst-Q4_K_M": "head_norms choice_bias",
-    "Solar-Open-100B-Q4_K_M": "second choice_bias",
-    "Ling-mini-2.0-Q4_K_M": "fused_qkv head_norms choice_bias",
-    "granite-4.0-micro-Q4_K_M": "tied",
-    "gemma-2b-it-Q4_K_M": "tied long",
-    "stablelm-2-zephyr-1_6b-Q4_K_M": "bias norm_bias",
-    "pythia-1.4b-Q8_0": "fused_qkv biases no_gate norm_bias",
-    "phi-2-Q4_K_M": "biases no_gate norm_bias parallel head_bias",
-}
-_EXPERTS = {
-    "Qwen3-30B-A3B-Q4_K_M": (128, 8, 768, 0, 0),
-    "Qwen3-235B-A22B-Q4_K_M": (128, 8, 1536, 0, 0),
-    "Qwen3-VL-30B-A3B-Instruct-Q4_K_M": (128, 8, 768, 0, 0),
-    "North-Mini-Code-Q4_K_M": (128, 8, 768, 0, 1),
-    "Qwen3.6-35B-A3B-Q4_K_M": (256, 8, 512, 512, 0),
-    "Mixtral-8x7B-Instruct-v0.1-Q4_K_M": (8, 2, 14336, 0, 0),
-    "gpt-oss-20b-MXFP4": (32, 4, 2880, 0, 0),
-    "GLM-4.5-Air-Q4_K_M": (128, 8, 1408, 1408, 1),
-    "DeepSeek-V3-Q4_K_M": (256, 8, 2048, 2048, 3),
-    "DeepSeek-V2-Lite-Chat-Q4_K_M": (64, 6, 1408, 2816, 1),
-    "Kimi-K2-Instruct-Q4_K_M": (384, 8, 2048, 2048, 1),
-    "GLM-4.7-Flash-Q4_K_M": (64, 4, 1536, 1536, 1),
-    "Mistral-Small-4-119B-Q4_K_M": (128, 4, 2048, 2048, 0),
-    "LFM2-8B-A1B-Q4_K_M": (32, 4, 1792, 0, 2),
-    "granite-4.0-h-small-Q4_K_M": (72, 10, 768, 1536, 0),
-    "Nemotron-3-Nano-30B-A3B-Q4_K_M": (128, 6, 1856, 3712, 0),
-    "ERNIE-4.5-21B-A3B-PT-Q4_K_M": (64, 6, 1536, 3072, 1),
-    "MiniMax-M2-Q4_K_M": (256, 8, 1536, 0, 0),
-    "Hunyuan-A13B-Instruct-Q4_K_M": (64, 8, 3072, 3072, 0),
-    "Hy3-Q4_K_M": (192, 8, 1536, 1536, 1),
-    "dots.llm1.inst-Q4_K_M": (128, 6, 1408, 2816, 1),
-    "Solar-Open-100B-Q4_K_M": (128, 8, 1280, 1280, 0),
-    "Ling-mini-2.0-Q4_K_M": (256, 8, 512, 512, 1),
-}
-_LFM2 = {
-    "context_length": 128000,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "vocab_size": 65536,
-    "shortconv.l_cache": 3,
-}
 _NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
-_LAYER_NORMS: dict[str, object] = {
-    "attention.layer_norm_epsilon": 1e-5,
-    "attention.layer_norm_rms_epsilon": None,
-    "rope.freq_base": None,
-}
-_HUNYUAN: dict[str, object] = {
-    "context_length": 262144,
-    "rope.freq_base": 11158840.0,
-    "rope.scaling.type": "none",
-    "rope.scaling.factor": 1.0,
-    "rope.scaling.original_context_length": 262144,
-}
-_SIGMOID: dict[str, object] = {"expert_gating_func": 2, "expert_weights_norm": True}
-_LATENT = {
-    "attention.kv_lora_rank": 512,
-    "attention.key_length": 576,
-    "attention.value_length": 512,
-    "attention.key_length_mla": 192,
-    "attention.value_length_mla": 128,
-    "rope.dimension_count": 64,
-    "expert_shared_count": 1,
-    "expert_weights_norm": True,
-    "expert_gating_func": 2,
-}
-_YARN_OF_V3 = {
-    "rope.freq_base": 1e4,
-    "rope.scaling.type": "yarn",
-    "rope.scaling.factor": 40.0,
-    "rope.scaling.original_context_length": 4096,
-    "rope.scaling.yarn_log_multiplier": 0.1,
-    "context_length": 163840,
-}
-_KEYS: dict[str, dict[str, object]] = {
-    "granite-4.0-h-small-Q4_K_M": _mamba(128, 64, groups=1, state=128)
-    | {
-        "attention.head_count_kv": [8 * (n % 10 == 5) for n in range(40)],
-        "expert_shared_feed_forward_length": 1536,
-        "attention.scale": 0.0078125,
-        "embedding_scale": 12.0,
-        "residual_scale": 0.22,
-        "logit_scale": 16.0,
-        "rope.scaling.finetuned": False,
+# Values of each layer, by the name of the file and of the key.
+_OF_LAYERS: dict[str, dict[str, object]] = {
+    "granite-4.0-h-small-Q4_K_M": {
+        "attention.head_count_kv": [8 * (n % 10 == 5) for n in range(40)]
     },
-    "Falcon-H1-7B-Instruct-Q4_K_M": _mamba(24, 128, groups=1, state=256),
-    "Nemotron-3-Nano-30B-A3B-Q4_K_M": _mamba(64, 64, groups=8, state=128)
-    | {
+    "Nemotron-3-Nano-30B-A3B-Q4_K_M": {
         "attention.head_count_kv": [2 * (letter == "*") for letter in _NANO],
         "feed_forward_length": [1856 * (letter == "E") for letter in _NANO],
-        "attention.layer_norm_epsilon": 1e-5,
-        "rope.dimension_count": 84,  # of what does not rotate, without the width of heads
-        "expert_feed_forward_length": 1856,
-        "expert_shared_feed_forward_length": 3712,
-        "expert_shared_count": 1,
-        "expert_weights_norm": True,
-        "expert_weights_scale": 2.5,
-        "expert_group_count": 1,
-        "context_length": 1048576,
     },
-    "MiniMax-M2-Q4_K_M": {
-        "context_length": 196608,
-        "rope.freq_base": 5e6,
-        "rope.dimension_count": 64,
-        "expert_feed_forward_length": 1536,
-        "expert_gating_func": 2,
+    "LFM2-1.2B-Q4_K_M": {
+        "attention.head_count_kv": [8 * (n in (2, 5, 8, 10, 12, 14)) for n in range(16)]
     },
-    "Seed-OSS-36B-Instruct-Q4_K_M": {"context_length": 524288, "rope.freq_base": 1e7},
-    "Hunyuan-7B-Instruct-Q4_K_M": _HUNYUAN,
-    "Hunyuan-A13B-Instruct-Q4_K_M": _HUNYUAN
-    | {
-        "expert_feed_forward_length": 3072,
-        "expert_shared_feed_forward_length": 3072,
-        "expert_shared_count": 1,
-    },
-    "Hy3-Q4_K_M": _SIGMOID
-    | {
-        "context_length": 131072,
-        "rope.freq_base": 11158840.0,
-        "expert_shared_feed_forward_length": 1536,
-        "expert_weights_scale": 2.826,
-        "leading_dense_block_count": None,  # llama.cpp's converter writes none
-    },
-    "dots.llm1.inst-Q4_K_M": _SIGMOID | {"expert_shared_count": 2, "expert_weights_scale": 2.5},
-    "Solar-Open-100B-Q4_K_M": _SIGMOID
-    | {"context_length": 131072, "expert_shared_count": 1, "expert_weights_scale": 1.0},
-    "Ling-mini-2.0-Q4_K_M": _SIGMOID
-    | {
-        "rope.freq_base": 6e5,
-        "rope.dimension_count": 64,
-        "vocab_size": 157184,
-        "expert_shared_feed_forward_length": 512,
-        "expert_shared_count": 1,
-        "expert_weights_scale": 2.5,
-        "expert_group_count": 8,
-        "expert_group_used_count": 4,
-    },
-    "granite-4.0-micro-Q4_K_M": {
-        "context_length": 131072,
-        "rope.freq_base": 1e7,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "embedding_scale": 12.0,
-        "residual_scale": 0.22,
-        "attention.scale": 0.015625,
-        "logit_scale": 10.0,
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": 128,
-        "ssm.group_count": 1,
-        "ssm.inner_size": 5120,
-        "ssm.time_step_rank": 64,
-        "expert_count": 0,
-        "expert_used_count": 0,
-        "expert_shared_feed_forward_length": 8192,
-        "rope.scaling.finetuned": True,
-    },
-    "gemma-2b-it-Q4_K_M": {"context_length": 8192, **_NO_ROPE},
-    "stablelm-2-zephyr-1_6b-Q4_K_M": _LAYER_NORMS
-    | {"context_length": 4096, "rope.dimension_count": 16, "use_parallel_residual": False},
-    "pythia-1.4b-Q8_0": _LAYER_NORMS
-    | {
-        "context_length": 2048,
-        "rope.dimension_count": 32,
-        "attention.head_count_kv": None,
-        "use_parallel_residual": True,
-    },
-    "phi-2-Q4_K_M": _LAYER_NORMS | {"context_length": 2048, "rope.dimension_count": 32},
-    "ERNIE-4.5-21B-A3B-PT-Q4_K_M": {
-        "expert_shared_count": 2,
-        "expert_shared_feed_forward_length": 3072,
-        "interleave_moe_layer_step": 1,
-        "context_length": 131072,
-        "rope.freq_base": 5e5,
-    },
-    "DeepSeek-V3-Q4_K_M": _LATENT
-    | _YARN_OF_V3
-    | {
-        "attention.q_lora_rank": 1536,
-        "expert_weights_scale": 2.5,
-        "expert_group_count": 8,
-        "expert_group_used_count": 4,
-    },
-    "DeepSeek-V2-Lite-Chat-Q4_K_M": _LATENT
-    | _YARN_OF_V3
-    | {
-        "rope.scaling.yarn_log_multiplier": 0.0707,
-        "expert_shared_count": 2,
-        "expert_weights_norm": None,
-        "expert_gating_func": None,
-        "expert_weights_scale": 1.0,
-        "vocab_size": 102400,
-    },
-    "Kimi-K2-Instruct-Q4_K_M": _LATENT
-    | _YARN_OF_V3
-    | {
-        "attention.q_lora_rank": 1536,
-        "expert_weights_scale": 2.827,
-        "expert_group_count": 1,
-        "expert_group_used_count": 1,
-        "rope.freq_base": 5e4,
-        "rope.scaling.factor": 32.0,
-        "context_length": 131072,
-    },
-    "GLM-4.7-Flash-Q4_K_M": _LATENT
-    | {
-        "attention.q_lora_rank": 768,
-        "attention.key_length_mla": 256,
-        "attention.value_length_mla": 256,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "expert_weights_scale": 1.8,
-        "context_length": 202752,
-    },
-    "Mistral-Small-4-119B-Q4_K_M": _LATENT
-    | {
-        "attention.q_lora_rank": 1024,
-        "attention.kv_lora_rank": 256,
-        "attention.key_length": 320,
-        "attention.value_length": 256,
-        "attention.key_length_mla": 128,
-        "expert_gating_func": 1,
-        "rope.freq_base": 1e4,
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": 128.0,
-        "rope.scaling.original_context_length": 8192,
-        "rope.scaling.yarn_log_multiplier": 0.1,
-        "attention.temperature_scale": 0.1,
-        "attention.temperature_length": 8192,
-        "context_length": 1048576,
-    },
-    "MiniCPM3-4B-Q4_K_M": {
-        "attention.q_lora_rank": 768,
-        "attention.kv_lora_rank": 256,
-        "attention.value_length": None,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.dimension_count": 32,
-        "rope.freq_base": None,
-    },
-    "LFM2-1.2B-Q4_K_M": _LFM2
-    | {"attention.head_count_kv": [8 * (n in (2, 5, 8, 10, 12, 14)) for n in range(16)]},
-    "LFM2-8B-A1B-Q4_K_M": _LFM2
-    | {
-        "attention.head_count_kv": [8 * (n in (2, 6, 10, 14, 18, 21)) for n in range(24)],
-        "expert_gating_func": 2,
-    },
-    "Llama-3.1-8B-Instruct-Q4_K_M": _IMATRIX
-    | {"context_length": 131072, "rope.freq_base": 5e5, "vocab_size": 128256},
-    "Qwen3.6-35B-A3B-Q4_K_M": _DELTA
-    | {"feed_forward_length": None, "expert_shared_feed_forward_length": 512},
-    "Qwen3.8-27B-UD-Q2_K_XL": _DELTA | {"ssm.inner_size": 6144, "ssm.time_step_rank": 48},
-    "Qwen2.5-VL-7B-Instruct-Q4_K_M": {
-        "context_length": 128000,
-        "rope.dimension_sections": [16, 24, 24, 0],
-    },
-    "Qwen3-VL-8B-Instruct-Q4_K_M": _QWEN3_VL,
-    "Qwen3-VL-30B-A3B-Instruct-Q4_K_M": _QWEN3_VL,
-    "Muse-Glimmer-30B-Q4_K_M": {
-        "context_length": 131072,
-        "attention.sliding_window": 2048,
-        "logit_scale": 0.19611613513818404,
-        "final_logit_softcapping": 20.0,
-        "rope.freq_base": 5e5,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-    },
-    "North-Mini-Code-Q4_K_M": {
-        "attention.sliding_window": 4096,
-        "logit_scale": 0.0625,
-        "expert_gating_func": 2,
-        "expert_weights_norm": False,
-        "expert_feed_forward_length": 768,
-        "rope.scaling.type": "none",
-        "vocab_size": 262144,
-    },
-    "Mistral-Nemo-Instruct-2407-Q4_K_M": {"context_length": 1024000},
-    "gemma-2-9b-it-Q4_K_M": {
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "attention.sliding_window": 4096,
-        "context_length": 8192,
-        **_NO_ROPE,
-    },
-    "gemma-3-12b-it-Q4_K_M": {
-        "attention.sliding_window": 1024,
-        "context_length": 131072,
-        "rope.scaling.type": "linear",
-        "rope.scaling.factor": 8.0,
-    },
-    "gemma-3-27b-it-Q4_0": {
-        "attention.sliding_window": 1024,
-        "context_length": 131072,
-        "rope.scaling.type": "linear",
-        "rope.scaling.factor": 8.0,
-    },
-    "gemma-4-12b-it-Q4_K_M": _GEMMA4 | {"attention.sliding_window": 1024, "context_length": 262144},
-    "gemma-4-E4B-it-Q4_K_M": _GEMMA4 | {"attention.sliding_window": 512, "context_length": 131072},
-    "Phi-3.5-mini-instruct-Q4_K_M": {
-        "context_length": 131072,
-        "rope.scaling.original_context_length": 4096,
-        "rope.scaling.attn_factor": 1.19,
-        "attention.sliding_window": 262144,
-        "rope.freq_base": 1e4,
-    },
-    "phi-4-Q4_K_M": {
-        "context_length": 16384,
-        "attention.sliding_window": 0,
-        "rope.freq_base": 2.5e5,
-    },
-    "gpt-oss-20b-MXFP4": _YARN
-    | {
-        "context_length": 131072,
-        "attention.sliding_window": 128,
-        "expert_feed_forward_length": 2880,
-        "rope.freq_base": 1.5e5,
-    },
-    "GLM-4.5-Air-Q4_K_M": {
-        "expert_shared_count": 1,
-        "expert_weights_scale": 1.0,
-        "expert_weights_norm": True,
-        "expert_gating_func": 2,
-        "rope.dimension_count": 64,
-        "context_length": 131072,
-    },
-    "c4ai-command-r-v01-Q4_K_M": {
-        "logit_scale": 0.0625,
-        "context_length": 131072,
-        "rope.freq_base": 8e6,
-        "attention.layer_norm_epsilon": 1e-5,
-        "attention.layer_norm_rms_epsilon": None,
-        "rope.scaling.type": "none",
-    },
-    "OLMo-2-1124-7B-Instruct-Q4_K_M": {"context_length": 4096, "rope.freq_base": 5e5},
-    "starcoder2-7b-Q4_K_M": {
-        "context_length": 16384,
-        "attention.layer_norm_epsilon": 1e-5,
-        "attention.layer_norm_rms_epsilon": None,
-    },
-    "SmolLM2-1.7B-Instruct-Q4_K_M": {"rope.freq_base": 1.3e5},
-    "SmolLM3-3B-Q4_K_M": {"rope.freq_base": 5e6, "context_length": 65536},
-    "mmproj-gemma-3-12b-it-f16": {"general.type": "mmproj", "clip.has_vision_encoder": True},
-    "llama-3.1-8b-lora-F16": {
-        "general.type": "adapter",
-        "adapter.type": "lora",
-        "adapter.lora.alpha": 16.0,
+    "LFM2-8B-A1B-Q4_K_M": {
+        "attention.head_count_kv": [8 * (n in (2, 6, 10, 14, 18, 21)) for n in range(24)]
     },
 }
+# Keys that several files have, by a name; values are JSON, or words.
+_SHARED = """
+*yarn rope.scaling.type=yarn rope.scaling.factor=32.0 rope.scaling.original_context_length=4096
+*delta ssm.conv_kernel=4 ssm.state_size=128 ssm.group_count=16 ssm.inner_size=4096
+  ssm.time_step_rank=32 full_attention_interval=4 rope.dimension_count=64
+  rope.dimension_sections=[11,11,10,0]
+*imatrix quantize.imatrix.file=m.imatrix quantize.imatrix.dataset=calibration.txt
+  quantize.imatrix.entries_count=224 quantize.imatrix.chunks_count=125
+*qwen3_vl context_length=262144 rope.freq_base=5e6 rope.dimension_sections=[24,20,20,0]
+  n_deepstack_layers=3
+*no_rope rope.freq_base=null rope.dimension_count=null
+*lfm2 context_length=128000 attention.layer_norm_rms_epsilon=1e-05 vocab_size=65536
+  shortconv.l_cache=3
+*layer_norms attention.layer_norm_epsilon=1e-05 attention.layer_norm_rms_epsilon=null
+  rope.freq_base=null
+*hunyuan context_length=262144 rope.freq_base=11158840.0 rope.scaling.type=none
+  rope.scaling.factor=1.0 rope.scaling.original_context_length=262144
+*sigmoid expert_gating_func=2 expert_weights_norm=true
+*latent attention.kv_lora_rank=512 attention.key_length=576 attention.value_length=512
+  attention.key_length_mla=192 attention.value_length_mla=128 rope.dimension_count=64
+  expert_shared_count=1 expert_weights_norm=true expert_gating_func=2
+*yarn_of_v3 rope.freq_base=1e4 rope.scaling.type=yarn rope.scaling.factor=40.0
+  rope.scaling.original_context_length=4096 rope.scaling.yarn_log_multiplier=0.1
+  context_length=163840
+"""
+# Name, architecture, pre-tokenizer, sizes, and, if any, marks, experts, shared keys (*) and own
+# keys, of which a later one wins; lines that begin with spaces continue one.
+# Nemotron 3's rope.dimension_count is of what does not rotate, without the width of heads; Hy3's
+# leading_dense_block_count is not written by llama.cpp's converter.
+_TABLE = """
+Llama-3.1-8B-Instruct-Q4_K_M llama llama-bpe 32,4096,14336,32,8,128,128256 marks=factors *imatrix
+  context_length=131072 rope.freq_base=5e5 vocab_size=128256
+Llama-3.3-70B-Instruct-Q4_K_M llama llama-bpe 80,8192,28672,64,8,128,128256 marks=factors
+Qwen2.5-7B-Instruct-Q4_K_M qwen2 qwen2 28,3584,18944,28,4,128,152064 marks=bias
+Qwen2.5-32B-Instruct-Q4_K_M qwen2 qwen2 64,5120,27648,40,8,128,152064 marks=bias
+Qwen3-8B-Q4_K_M qwen3 qwen2 36,4096,12288,32,8,128,151936 marks=head_norms,long
+Qwen3-30B-A3B-Q4_K_M qwen3moe qwen2 48,2048,6144,32,4,128,151936 marks=head_norms
+  experts=[128,8,768,0,0]
+Qwen3-235B-A22B-Q4_K_M qwen3moe qwen2 94,4096,12288,64,4,128,151936 marks=head_norms
+  experts=[128,8,1536,0,0]
+Qwen2.5-VL-7B-Instruct-Q4_K_M qwen2vl qwen2 28,3584,18944,28,4,128,152064 marks=bias
+  context_length=128000 rope.dimension_sections=[16,24,24,0]
+Qwen3-VL-8B-Instruct-Q4_K_M qwen3vl qwen2 36,4096,12288,32,8,128,151936 marks=head_norms,long
+  *qwen3_vl
+Qwen3-VL-30B-A3B-Instruct-Q4_K_M qwen3vlmoe qwen2 48,2048,6144,32,4,128,151936 marks=head_norms
+  experts=[128,8,768,0,0] *qwen3_vl
+Muse-Glimmer-30B-Q4_K_M muse-glimmer llama-bpe 52,6656,19968,32,2,128,202048
+  marks=norms_around,head_norms,own_gates,every_fourth_full context_length=131072
+  attention.sliding_window=2048 logit_scale=0.19611613513818404 final_logit_softcapping=20.0
+  rope.freq_base=5e5 attention.layer_norm_rms_epsilon=1e-05
+North-Mini-Code-Q4_K_M cohere2moe command-r 49,2048,3072,32,4,128,262144
+  marks=tied,parallel,every_fourth_full experts=[128,8,768,0,1] attention.sliding_window=4096
+  logit_scale=0.0625 expert_gating_func=2 expert_weights_norm=false expert_feed_forward_length=768
+  rope.scaling.type=none vocab_size=262144
+Qwen3.6-35B-A3B-Q4_K_M qwen35moe qwen35 40,2048,5632,16,2,256,248320 marks=head_norms,delta,second
+  experts=[256,8,512,512,0] *delta feed_forward_length=null expert_shared_feed_forward_length=512
+Mistral-Nemo-Instruct-2407-Q4_K_M llama tekken 40,5120,14336,32,8,128,131072 context_length=1024000
+Mistral-Small-24B-IQ3_XXS llama tekken 40,5120,32768,32,8,128,131072
+Mixtral-8x7B-Instruct-v0.1-Q4_K_M llama llama 32,4096,14336,32,8,128,32000 experts=[8,2,14336,0,0]
+gemma-2-9b-it-Q4_K_M gemma2 llama 42,3584,14336,16,8,256,256000 marks=tied,norms_around
+  attn_logit_softcapping=50.0 final_logit_softcapping=30.0 attention.sliding_window=4096
+  context_length=8192 *no_rope
+gemma-3-12b-it-Q4_K_M gemma3 llama 48,3840,15360,16,8,256,262208 marks=tied,norms_around,head_norms
+  attention.sliding_window=1024 context_length=131072 rope.scaling.type=linear
+  rope.scaling.factor=8.0
+gemma-3-27b-it-Q4_0 gemma3 llama 62,5376,21504,32,16,128,262208 marks=tied,norms_around,head_norms
+  attention.sliding_window=1024 context_length=131072 rope.scaling.type=linear
+  rope.scaling.factor=8.0
+gemma-4-12b-it-Q4_K_M gemma4 llama 48,3840,15360,16,8,256,262144
+  marks=tied,norms_around,head_norms,gemma4,factors,keys_as_values *gemma4
+  attention.sliding_window=1024 context_length=262144
+gemma-4-E4B-it-Q4_K_M gemma4 llama 42,2560,10240,8,2,256,262144
+  marks=tied,norms_around,head_norms,gemma4,factors,inputs *gemma4 attention.sliding_window=512
+  context_length=131072
+Phi-3.5-mini-instruct-Q4_K_M phi3 llama 32,3072,8192,32,32,96,32064 marks=fused,longrope
+  context_length=131072 rope.scaling.original_context_length=4096 rope.scaling.attn_factor=1.19
+  attention.sliding_window=262144 rope.freq_base=1e4
+phi-4-Q4_K_M phi3 dbrx 40,5120,17920,40,10,128,100352 marks=fused context_length=16384
+  attention.sliding_window=0 rope.freq_base=2.5e5
+gpt-oss-20b-MXFP4 gpt-oss gpt-4o 24,2880,2880,64,8,64,201088 marks=biases,sinks,expert_biases,second
+  experts=[32,4,2880,0,0] *yarn context_length=131072 attention.sliding_window=128
+  expert_feed_forward_length=2880 rope.freq_base=1.5e5
+GLM-4.5-Air-Q4_K_M glm4moe glm4 46,4096,10944,96,8,128,151552 marks=bias,second,choice_bias
+  experts=[128,8,1408,1408,1] expert_shared_count=1 expert_weights_scale=1.0
+  expert_weights_norm=true expert_gating_func=2 rope.dimension_count=64 context_length=131072
+DeepSeek-R1-Distill-Qwen-7B-Q4_K_M qwen2 deepseek-r1-qwen 28,3584,18944,28,4,128,152064 marks=bias
+DeepSeek-R1-Distill-Llama-8B-Q8_0 llama llama-bpe 32,4096,14336,32,8,128,128256 marks=factors
+DeepSeek-V3-Q4_K_M deepseek2 deepseek-v3 61,7168,18432,128,1,576,129280 marks=latent,choice_bias
+  experts=[256,8,2048,2048,3] *latent *yarn_of_v3 attention.q_lora_rank=1536
+  expert_weights_scale=2.5 expert_group_count=8 expert_group_used_count=4
+DeepSeek-V2-Lite-Chat-Q4_K_M deepseek2 deepseek-llm 27,2048,10944,16,1,576,102400 marks=latent
+  experts=[64,6,1408,2816,1] *latent *yarn_of_v3 rope.scaling.yarn_log_multiplier=0.0707
+  expert_shared_count=2 expert_weights_norm=null expert_gating_func=null expert_weights_scale=1.0
+  vocab_size=102400
+Kimi-K2-Instruct-Q4_K_M deepseek2 kimi-k2 61,7168,18432,64,1,576,163840 marks=latent,choice_bias
+  experts=[384,8,2048,2048,1] *latent *yarn_of_v3 attention.q_lora_rank=1536
+  expert_weights_scale=2.827 expert_group_count=1 expert_group_used_count=1 rope.freq_base=5e4
+  rope.scaling.factor=32.0 context_length=131072
+GLM-4.7-Flash-Q4_K_M deepseek2 glm4 47,2048,10240,20,1,576,154880 marks=latent,choice_bias
+  experts=[64,4,1536,1536,1] *latent attention.q_lora_rank=768 attention.key_length_mla=256
+  attention.value_length_mla=256 attention.layer_norm_rms_epsilon=1e-05 expert_weights_scale=1.8
+  context_length=202752
+Mistral-Small-4-119B-Q4_K_M mistral4 tekken 36,4096,12288,32,1,320,131072 marks=latent
+  experts=[128,4,2048,2048,0] *latent attention.q_lora_rank=1024 attention.kv_lora_rank=256
+  attention.key_length=320 attention.value_length=256 attention.key_length_mla=128
+  expert_gating_func=1 rope.freq_base=1e4 rope.scaling.type=yarn rope.scaling.factor=128.0
+  rope.scaling.original_context_length=8192 rope.scaling.yarn_log_multiplier=0.1
+  attention.temperature_scale=0.1 attention.temperature_length=8192 context_length=1048576
+MiniCPM3-4B-Q4_K_M minicpm3 llama 62,2560,6400,40,40,96,73448 marks=latent,longrope,tied
+  attention.q_lora_rank=768 attention.kv_lora_rank=256 attention.value_length=null
+  attention.layer_norm_rms_epsilon=1e-05 rope.dimension_count=32 rope.freq_base=null
+c4ai-command-r-v01-Q4_K_M command-r command-r 40,8192,22528,64,64,128,256000 marks=tied,parallel
+  logit_scale=0.0625 context_length=131072 rope.freq_base=8e6 attention.layer_norm_epsilon=1e-05
+  attention.layer_norm_rms_epsilon=null rope.scaling.type=none
+OLMo-2-1124-7B-Instruct-Q4_K_M olmo2 dbrx 32,4096,11008,32,32,128,100352
+  marks=norms_after,wide_norms context_length=4096 rope.freq_base=5e5
+granite-4.0-h-small-Q4_K_M granitehybrid dbrx 40,4096,768,32,8,128,100352 marks=tied,mamba
+  experts=[72,10,768,1536,0] ssm.conv_kernel=4 ssm.state_size=128 ssm.group_count=1
+  ssm.inner_size=8192 ssm.time_step_rank=128 expert_shared_feed_forward_length=1536
+  attention.scale=0.0078125 embedding_scale=12.0 residual_scale=0.22 logit_scale=16.0
+  rope.scaling.finetuned=false
+Nemotron-3-Nano-30B-A3B-Q4_K_M nemotron_h_moe tekken 52,2688,1856,32,2,128,131072
+  marks=mamba,single,no_gate,choice_bias experts=[128,6,1856,3712,0] ssm.conv_kernel=4
+  ssm.state_size=128 ssm.group_count=8 ssm.inner_size=4096 ssm.time_step_rank=64
+  attention.layer_norm_epsilon=1e-05 rope.dimension_count=84 expert_feed_forward_length=1856
+  expert_shared_feed_forward_length=3712 expert_shared_count=1 expert_weights_norm=true
+  expert_weights_scale=2.5 expert_group_count=1 context_length=1048576
+Falcon-H1-7B-Instruct-Q4_K_M falcon-h1 falcon3 44,3072,12288,12,2,128,130048 marks=both
+  ssm.conv_kernel=4 ssm.state_size=256 ssm.group_count=1 ssm.inner_size=3072 ssm.time_step_rank=24
+jamba-v0.1-Q4_K_M jamba llama 1,4096,14336,32,8,128,65536
+Falcon3-7B-Instruct-Q4_K_M llama falcon3 28,3072,23040,12,4,256,131072
+starcoder2-7b-Q4_K_M starcoder2 starcoder 32,4608,18432,36,4,128,49152
+  marks=biases,no_gate,norm_bias context_length=16384 attention.layer_norm_epsilon=1e-05
+  attention.layer_norm_rms_epsilon=null
+SmolLM2-1.7B-Instruct-Q4_K_M llama smollm 24,2048,8192,32,32,64,49152 marks=tied
+  rope.freq_base=1.3e5
+SmolLM3-3B-Q4_K_M smollm3 smaug-bpe 36,2048,11008,16,4,128,128256 marks=tied rope.freq_base=5e6
+  context_length=65536
+ERNIE-4.5-21B-A3B-PT-Q4_K_M ernie4_5-moe llama 28,2560,12288,20,4,128,103424 marks=tied,choice_bias
+  experts=[64,6,1536,3072,1] expert_shared_count=2 expert_shared_feed_forward_length=3072
+  interleave_moe_layer_step=1 context_length=131072 rope.freq_base=5e5
+LFM2-1.2B-Q4_K_M lfm2 lfm2 16,2048,8192,32,8,64,65536 marks=tied,head_norms,conv *lfm2
+LFM2-8B-A1B-Q4_K_M lfm2moe lfm2 24,2048,7168,32,8,64,65536 marks=tied,head_norms,conv,choice_bias
+  experts=[32,4,1792,0,2] *lfm2 expert_gating_func=2
+bge-m3-Q8_0 bert llama 1,1024,4096,16,16,64,250002
+mmproj-gemma-3-12b-it-f16 clip llama 1,1152,4304,16,16,72,1 general.type=mmproj
+  clip.has_vision_encoder=true
+llama-3.1-8b-lora-F16 llama llama 1,4096,14336,32,8,128,128256 general.type=adapter
+  adapter.type=lora adapter.lora.alpha=16.0
+Llama-3.1-8B-TQ1_0 llama llama-bpe 32,4096,14336,32,8,128,128256
+Qwen2.5-32B-Instruct-IQ2_XXS qwen2 qwen2 64,5120,27648,40,8,128,152064 marks=bias
+Qwen3.8-27B-UD-Q2_K_XL qwen35 qwen35 64,5120,17408,24,4,256,248320 marks=head_norms,delta,second
+  *delta ssm.inner_size=6144 ssm.time_step_rank=48
+MiniMax-M2-Q4_K_M minimax-m2 minimax-m2 62,3072,1536,48,8,128,200064 marks=wide_norms,choice_bias
+  experts=[256,8,1536,0,0] context_length=196608 rope.freq_base=5e6 rope.dimension_count=64
+  expert_feed_forward_length=1536 expert_gating_func=2
+Seed-OSS-36B-Instruct-Q4_K_M seed_oss seed-coder 64,5120,27648,80,8,128,155136 marks=bias,second
+  context_length=524288 rope.freq_base=1e7
+Hunyuan-7B-Instruct-Q4_K_M hunyuan-dense hunyuan-dense 32,4096,14336,32,8,128,128167
+  marks=tied,head_norms,long *hunyuan
+Hunyuan-A13B-Instruct-Q4_K_M hunyuan-moe hunyuan 32,4096,3072,32,8,128,128167 marks=tied,head_norms
+  experts=[64,8,3072,3072,0] *hunyuan expert_feed_forward_length=3072
+  expert_shared_feed_forward_length=3072 expert_shared_count=1
+Hy3-Q4_K_M hy_v3 hunyuan 80,4096,13312,64,8,128,120832 marks=head_norms,choice_bias
+  experts=[192,8,1536,1536,1] *sigmoid context_length=131072 rope.freq_base=11158840.0
+  expert_shared_feed_forward_length=1536 expert_weights_scale=2.826 leading_dense_block_count=null
+dots.llm1.inst-Q4_K_M dots1 qwen2 62,4096,10944,32,32,128,152064 marks=head_norms,choice_bias
+  experts=[128,6,1408,2816,1] *sigmoid expert_shared_count=2 expert_weights_scale=2.5
+Solar-Open-100B-Q4_K_M glm4moe solar-open 48,4096,10240,64,8,128,196608 marks=second,choice_bias
+  experts=[128,8,1280,1280,0] *sigmoid context_length=131072 expert_shared_count=1
+  expert_weights_scale=1.0
+Ling-mini-2.0-Q4_K_M bailingmoe2 bailingmoe2 20,2048,5120,16,4,128,157184
+  marks=fused_qkv,head_norms,choice_bias experts=[256,8,512,512,1] *sigmoid rope.freq_base=6e5
+  rope.dimension_count=64 vocab_size=157184 expert_shared_feed_forward_length=512
+  expert_shared_count=1 expert_weights_scale=2.5 expert_group_count=8 expert_group_used_count=4
+granite-4.0-micro-Q4_K_M granite dbrx 40,2560,8192,40,8,64,100352 marks=tied context_length=131072
+  rope.freq_base=1e7 attention.layer_norm_rms_epsilon=1e-05 embedding_scale=12.0 residual_scale=0.22
+  attention.scale=0.015625 logit_scale=10.0 ssm.conv_kernel=4 ssm.state_size=128 ssm.group_count=1
+  ssm.inner_size=5120 ssm.time_step_rank=64 expert_count=0 expert_used_count=0
+  expert_shared_feed_forward_length=8192 rope.scaling.finetuned=true
+gemma-2b-it-Q4_K_M gemma llama 18,2048,16384,8,1,256,256000 marks=tied,long context_length=8192
+  *no_rope
+stablelm-2-zephyr-1_6b-Q4_K_M stablelm stablelm2 24,2048,5632,32,32,64,100352 marks=bias,norm_bias
+  *layer_norms context_length=4096 rope.dimension_count=16 use_parallel_residual=false
+pythia-1.4b-Q8_0 gptneox olmo 24,2048,8192,16,16,128,50304 marks=fused_qkv,biases,no_gate,norm_bias
+  *layer_norms context_length=2048 rope.dimension_count=32 attention.head_count_kv=null
+  use_parallel_residual=true
+phi-2-Q4_K_M phi2 phi-2 32,2560,10240,32,32,80,51200
+  marks=biases,no_gate,norm_bias,parallel,head_bias *layer_norms context_length=2048
+  rope.dimension_count=32
+internlm2_5-7b-chat-Q4_K_M internlm2 llama 32,4096,14336,32,8,128,92544
+"""
 # What `plan` says, or, without a semicolon before it, why it refuses.
 _WORDS = {
     "jamba-v0.1-Q4_K_M": "recurrent",
@@ -998,18 +709,41 @@ _WORDS = {
     "mmproj-gemma-3-12b-it-f16": "images",
     "llama-3.1-8b-lora-F16": "an adapter",
 }
-HEADERS = tuple(
-    Header(
-        name=name,
-        architecture=architecture,
-        sizes=tuple(map(int, sizes.split(","))),
-        words=_WORDS.get(name, ""),
-        is_refused=not _WORDS.get(name, ";").startswith(";"),
-        pre=pre,
-        kind="ud-q2_k_xl" if "UD-Q2_K_XL" in name else name.rsplit("-", 1)[1].lower(),
-        marks=_MARKS.get(name, ""),
-        experts=_EXPERTS.get(name, (0,) * 5),
-        keys=_KEYS.get(name, {}),
-    )
-    for name, architecture, pre, sizes in map(str.split, _TABLE.strip().splitlines())
-)
+
+
+def _keys(words: Sequence[str], shared: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for word in words:
+        if word.startswith("*"):
+            found |= shared[word]
+            continue
+        key, _, value = word.partition("=")
+        is_word = value[0].isalpha() and value not in ("true", "false", "null")
+        found[key] = value if is_word else json.loads(value)
+    return found
+
+
+def _headers() -> Iterator[Header]:
+    shared: dict[str, Mapping[str, object]] = {"*gemma4": _GEMMA4}
+    for line in _SHARED.replace("\n  ", " ").strip().splitlines():
+        base, *words = line.split()
+        shared[base] = _keys(words, shared)
+    for line in _TABLE.replace("\n  ", " ").strip().splitlines():
+        name, architecture, pre, sizes, *words = line.split()
+        keys = _keys(words, shared) | _OF_LAYERS.get(name, {})
+        said = _WORDS.get(name, ";")
+        yield Header(
+            name=name,
+            architecture=architecture,
+            sizes=tuple(map(int, sizes.split(","))),
+            words=said if name in _WORDS else "",
+            is_refused=not said.startswith(";"),
+            pre=pre,
+            kind="ud-q2_k_xl" if "UD-Q2_K_XL" in name else name.rsplit("-", 1)[1].lower(),
+            marks=str(keys.pop("marks", "")).replace(",", " "),
+            experts=tuple(keys.pop("experts", (0,) * 5)),
+            keys=keys,
+        )
+
+
+HEADERS = tuple(_headers())
