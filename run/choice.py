@@ -373,10 +373,12 @@ def _where_line(
 ) -> str:
     """Where it runs, and why; `has_gpu`: there is one, even if `room` has none left."""
     if budgets:
-        given = " and ".join(map(format_bytes, budgets))
-        return (
-            f"by a plan for {given} of VRAM, a context of {context:,} tokens; -c asks for another"
-        )
+        given = " and ".join(map(format_bytes, budgets)) + " of VRAM"
+        if wishes.vram is None:
+            given += (
+                " (the desktop and CUDA take the rest of the card; --vram asks for another size)"
+            )
+        return f"by a plan for {given}, a context of {context:,} tokens; -c asks for another"
     if room.gpus:
         return f"entirely on the GPU, with a context of {context:,} tokens"
     if (wishes.engine.device or "cuda").startswith("cpu"):
