@@ -31,6 +31,7 @@ from hotsplit.families.expert_keys import Experts
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.attention import HeadVector
 from hotsplit.model.spec import Attention
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions
 from hotsplit.runtime import gpu_setup
 from hotsplit.runtime.device.device_memory import kept_budget
@@ -40,6 +41,7 @@ pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux")
 ]
 TOKENS = [3, 41, 7, 7]
+EVERY_KEY = KeySelection(window=64)
 CONV = "short convolutions"
 MIB, CONTEXT = 1 << 20, 1024
 SHARED = {"num_shared": 32, "has_shared_gate": True}
@@ -79,6 +81,7 @@ PLANNED = {
     "short convolutions": (lambda: delta_mixture(mixer=CONV), DELTA_PLANS["some"]),
     "latents": (latent_mixture, PLANS["some"]),
     "latents beside the CPU's": (latent_mixture, PLANS["one layer on the CPU"]),
+    "latents in main memory": (latent_mixture, PLANS["some"], {"kv_offload": EVERY_KEY}),
 }
 
 
@@ -87,8 +90,9 @@ PLANNED = {
 def test_plans_on_a_device_give_the_cpus_logits(case, capsys):
     """Steps in a captured graph and submitted, whatever is routed, in any order, and prompts; no
     part takes its fallback."""
-    model, plan = PLANNED[case][0](), PLANNED[case][1]
-    split, want, found = made_plan(model, *plan), on_the_cpu(model), []
+    made, plan, *options = PLANNED[case]
+    model, found = made(), []
+    split, want = made_plan(model, *plan, **dict(*options)), on_the_cpu(model)
     for seed, graph in ((5, True), (9, False)):
         with checked_cuda(seed=seed) as cuda:
             found.append(on_the_device(model, split, graph=graph))
@@ -209,11 +213,13 @@ def test_executed_ptx_and_a_graph_give_the_cpus_logits(case):
     assert rel_error(got, want) < 1e-3
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", [*MIXERS, "latents"])
 def test_texts_that_share_steps_are_rolled_back_and_forked(mixer):
     """Prompts, steps of several rows in a graph, rejected drafts and forks: every row of a step has
     the bits of its text alone, and those of the CPU up to rounding. States are rolled back, too."""
-    model, ids = delta_mixture(num_layers=2, period=2, mixer=mixer), IDS
+    ids, model = IDS, latent_mixture()
+    if mixer != "latents":
+        model = delta_mixture(num_layers=2, period=2, mixer=mixer)
     plan, options = ([[1, 2], [5]], [1, 1]), {"context_length": 64, "num_sequences": 3}
     split, found = made_plan(model, *plan, **options), []
     with checked_cuda() as cuda, Engine.of(model, split, device="cuda") as engine:

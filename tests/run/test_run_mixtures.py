@@ -1,14 +1,16 @@
 """`hotsplit run` of mixtures of experts: the look that records routings, the plan, and the trial of
 all that is obvious; on fake CUDA devices, too."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from delta_models import FEW, delta_model
 from fake_cuda import library as fake_library
 from fake_cuda.torch_cuda import fake_cuda
-from models import byte_level_keys, make_model, make_sizes, mixture_spec
+from models import byte_level_keys, latent_spec, make_model, make_sizes, mixture_spec
 from run_fixtures import MIB, told
+from test_latent import OF_BLOCKS
 from test_run import made, timed
 
 from hotsplit.artifacts.profile_file import Profile
@@ -24,13 +26,16 @@ pytestmark = pytest.mark.usefixtures("cache")
 VRAM = "1706KiB"  # 1,536 of temporaries
 
 
-def saved(path: Path, *, has_delta_nets: bool = False) -> Path:
+def saved(path: Path, mixer: str = "attention") -> Path:
     keys, vocab_size = byte_level_keys()
     sizes = make_sizes(
         num_layers=3, width=64, num_neurons=64, vocab_size=vocab_size, context_length=64
     )
-    if has_delta_nets:
+    if mixer == "delta nets":
         model = delta_model(sizes, experts=FEW, period=2, kind="q8_0", extra_keys=keys)
+    elif mixer == "latents":
+        spec = latent_spec(sizes, OF_BLOCKS, experts=replace(FEW, has_shared_gate=False))
+        model = make_model(spec=spec, kind="q8_0", extra_keys=keys)
     else:
         spec = mixture_spec(sizes, num_neurons=64)
         model = make_model(spec=spec, kind="q8_0", extra_keys=keys)
@@ -71,7 +76,16 @@ def test_whatever_is_fastest_runs(capsys, monkeypatch, card, tmp_path, text, cac
 
 
 @pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
-def test_plans_are_tried_and_run_on_a_device(capsys, monkeypatch, card, tmp_path, text):
+@pytest.mark.parametrize(
+    ("mixer", "vram", "ways"),
+    [
+        ("delta nets", "1780KiB", ["cpu", "experts", "layers", "model"]),
+        ("latents", "2750KiB", ["cpu", "layers", "model"]),  # too little for attention of all
+    ],
+)
+def test_plans_are_tried_and_run_on_a_device(
+    capsys, monkeypatch, card, tmp_path, text, mixer, vram, ways
+):
     """Each way is loaded and run; the text is that of the CPU. Fewer steps are timed, as their
     seconds are not those of a device."""
     monkeypatch.setattr(stages, "EXPERT_TOKENS", 64)
@@ -88,13 +102,13 @@ def test_plans_are_tried_and_run_on_a_device(capsys, monkeypatch, card, tmp_path
         )
 
     monkeypatch.setattr(stages, "measured_by", timed_as_predicted)
-    path = saved(tmp_path / "m.gguf", has_delta_nets=True)
+    path = saved(tmp_path / "m.gguf", mixer)
     want, lines = run(capsys, path, "--vram", "0")
     assert "on the CPU, without a plan: torch sees no GPU here" in lines or made(want) == []
     with fake_cuda():
-        report, lines = run(capsys, path, "--corpus", text, "--vram", "1780KiB")
-    assert sorted(tried) == ["cpu", "experts", "layers", "model"]
-    assert any("by a plan for 1.74 MiB of VRAM" in line for line in lines)
+        report, lines = run(capsys, path, "--corpus", text, "--vram", vram)
+    assert sorted(tried) == ways
+    assert any("by a plan for" in line for line in lines)
     assert report["bytes"]["gpu"]["neurons"] > 0 and report["text"] == want["text"]
 
 
