@@ -17,6 +17,7 @@ from hotsplit.serve.completions_api import ChatAnswer, CompletionAnswer
 from hotsplit.serve.embeddings import embeddings
 from hotsplit.serve.exchange import error_response
 from hotsplit.serve.guard import Guard
+from hotsplit.serve.infill_api import InfillAnswer, infill_request
 from hotsplit.serve.responses_api import ResponsesAnswer
 from hotsplit.serve.responses_requests import responses_request
 from hotsplit.serve.service import Service
@@ -25,15 +26,17 @@ from hotsplit.serve.text_requests import completion_request
 Handler = Callable[[Service, Request], Awaitable[Response]]
 CHAT = partial(answered, parse=chat_request, answer_of=ChatAnswer)
 COMPLETIONS = partial(answered, parse=completion_request, answer_of=CompletionAnswer)
+INFILL = partial(answered, parse=infill_request, answer_of=InfillAnswer)
 RESPONSES = partial(answered, parse=responses_request, answer_of=ResponsesAnswer)
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", CHAT),
     ("POST", "/v1/completions", COMPLETIONS),
     ("POST", "/v1/responses", RESPONSES),
     ("POST", "/v1/embeddings", embeddings),
+    ("POST", "/infill", INFILL),  # as in llama-server
     ("GET", "/v1/models", side_api.models),
     ("GET", "/v1/models/{name:path}", side_api.model),
-    ("POST", "/chat/completions", CHAT),  # as in llama-server
+    ("POST", "/chat/completions", CHAT),
     ("GET", "/models", side_api.models),
     ("POST", "/tokenize", side_api.tokenize),
     ("POST", "/detokenize", side_api.detokenize),

@@ -66,6 +66,9 @@ def _samplers(value: object) -> tuple[str, ...]:
     raise ValueError("a list of names, or their letters")
 
 
+Samplers = Annotated[tuple[str, ...], PlainValidator(_samplers)]
+
+
 class SamplingBody(RequestBody):
     temperature: Number | None = None
     dynatemp_range: Number | None = None
@@ -96,7 +99,7 @@ class SamplingBody(RequestBody):
     min_keep: _Int32 | None = None
     seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: Annotated[tuple[_TokenBias, ...] | None, PlainValidator(_biases)] = None
-    samplers: Annotated[tuple[str, ...] | None, PlainValidator(_samplers)] = None
+    samplers: Samplers | None = None
 
 
 def sampling_of(

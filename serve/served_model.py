@@ -1,8 +1,8 @@
 """The parts of the model that requests need: tokenizer, chat template, samplers. Thread-safe."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gguf.vocab import bytes_to_unicode
@@ -17,6 +17,7 @@ from hotsplit.runtime.generate.sampler_chain import SamplerChain, chain_of
 from hotsplit.runtime.text.chat_template import ChatTemplate
 from hotsplit.runtime.text.codec import TextCodec, check_unicode
 from hotsplit.serve.api_error import wrong
+from hotsplit.serve.infill_tokens import InfillTokens
 from hotsplit.tokens.tokenizer_text import refused
 
 # GPT-2's characters for bytes.
@@ -43,6 +44,7 @@ class ServedModel:
     max_tokens: int
     call_style: CallStyle  # what the template wants of the calls in earlier messages
     variables: Mapping[str, object] = field(default_factory=dict)  # of the template
+    infill: InfillTokens | None = None  # None: the model does not fill in the middle of a text
 
     def check_length(self, text: str, param: str) -> None:
         """Refuses, before tokenising, a text that cannot fit into the context."""
@@ -65,6 +67,32 @@ class ServedModel:
     def encode_plain(self, text: str, param: str = "content") -> list[int]:
         """Tokens of the text, with none added. Raises ApiError."""
         return self._ids(text, param, is_special=False)
+
+    def encode_literal(self, text: str, param: str) -> list[int]:
+        """Tokens of a text in which special tokens are text. Raises ApiError."""
+        self.check_length(text, param)
+        return replace(self, codec=self.codec.literal).encode_plain(text, param)
+
+    def infill_prompt(
+        self, before: Sequence[int], after: Sequence[int], param: str, files: Sequence[int] = ()
+    ) -> list[int]:
+        """The prompt for what goes between two texts; `files` are the tokens of other ones. Raises
+        ApiError if the model has no tokens for that; `param` is the field that asks for it."""
+        begin = [self.codec.begin_id] if self.codec.adds_begin else []
+        tokens = self.infill_tokens(param)
+        marked = [tokens.prefix, *before, tokens.suffix, *after, tokens.middle]
+        return [*(i for i in begin if i is not None), *files, *marked]
+
+    def infill_tokens(self, param: str) -> InfillTokens:
+        """Raises ApiError if the model has none."""
+        if self.infill is None:
+            raise wrong(
+                param,
+                f"{param}: this model has no tokens for filling in the middle of a text; send a"
+                " prompt alone, or serve a model of code that has some (Qwen2.5-Coder, Granite)",
+                "unsupported_value",
+            )
+        return self.infill
 
     def _ids(self, text: str, param: str, *, is_special: bool) -> list[int]:
         """`encode` of tokenizers holds the GIL, and so does freeing the offsets that `encode_batch`

@@ -34,6 +34,7 @@ from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.serve.app import app_of
 from hotsplit.serve.connections import connection_class
 from hotsplit.serve.guard import MAX_HEAD_BYTES
+from hotsplit.serve.infill_tokens import infill_tokens
 from hotsplit.serve.prefix_cache import PrefixCache
 from hotsplit.serve.scheduler import Batch, Scheduler
 from hotsplit.serve.serve_config import ServeConfig
@@ -230,6 +231,7 @@ def served_of(config: ServeConfig, engine: Engine) -> ServedModel:
         max_tokens=config.max_tokens,
         variables=config.variables,
         call_style=style,
+        infill=infill_tokens(model, codec.tokenizer),
     )
     served.chain(served.defaults)  # refuses impossible options
     _ = codec.literal  # read now, with the GIL held for a second if the vocabulary is large

@@ -34,7 +34,7 @@ prompt_cache_retention verbosity prediction id_slot timings_per_token return_tok
 return_progress sse_ping_interval n_cache_reuse
 """
 _Choices = Annotated[Whole, Field(ge=1, le=16)]
-_Tokens = Annotated[Whole, Field(ge=-1, lt=1 << 31)]
+NumTokens = Annotated[Whole, Field(ge=-1, lt=1 << 31)]
 NumLogprobs = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
 _NO_SHIFT = only(0, -1, why="the context is not shifted")
 
@@ -77,9 +77,9 @@ class TextBody(SamplingBody):
     stream_options: StreamOptions | None = None
     n: _Choices | None = None
     n_cmpl: _Choices | None = None
-    max_completion_tokens: _Tokens | None = None
-    max_tokens: _Tokens | None = None
-    n_predict: _Tokens | None = None
+    max_completion_tokens: NumTokens | None = None
+    max_tokens: NumTokens | None = None
+    n_predict: NumTokens | None = None
     stop: Annotated[tuple[str, ...], texts(64, 256)] = ()
     ignore_eos: bool = False
     timeout: Annotated[Number, Field(gt=0)] | None = None  # seconds
@@ -105,7 +105,7 @@ class CompletionBody(TextBody):
     echo: bool = False
     logprobs: Annotated[NumLogprobs | None, BeforeValidator(_number_of_logprobs)] = None
     n_probs: NumLogprobs | None = None
-    suffix: Annotated[object, only("", why="fill-in-the-middle is not supported")] = None
+    suffix: str = ""
     best_of: _Choices | None = None
 
 
@@ -190,7 +190,10 @@ def completion_request(
 ) -> TextRequest:
     """The request of /v1/completions. Raises ApiError."""
     body = checked(CompletionBody, values)
-    prompts = prompts_of(body.prompt, served, "prompt", MAX_PROMPTS)
+    prompts = prompts_of(body.prompt, served, "prompt", MAX_PROMPTS, is_literal=bool(body.suffix))
+    if body.suffix:
+        after = served.encode_literal(body.suffix, "suffix")
+        prompts = [(text, served.infill_prompt(ids, after, "suffix")) for text, ids in prompts]
     count = body.n_probs or body.logprobs
     num_choices = body.n or body.n_cmpl or 1
     if body.best_of not in (None, num_choices):
@@ -283,9 +286,11 @@ def check_room(
 
 
 def prompts_of(
-    value: object, served: ServedModel, param: str, most: int
+    value: object, served: ServedModel, param: str, most: int, *, is_literal: bool = False
 ) -> list[tuple[str, list[int]]]:
-    """A text, its tokens, or a list of either, as texts ("" if given as ids) with tokens."""
+    """A text, its tokens, or a list of either, as texts ("" if given as ids) with tokens.
+    `is_literal`: special tokens in a text are text, and none is added to it."""
+    encode = served.encode_literal if is_literal else served.encode
     items = [value] if isinstance(value, str) or _are_ids(value) else value
     if not isinstance(items, list) or not 0 < len(items) <= most:
         raise wrong(param, f"{param}: wanted a text, token ids, or a list of up to {most}")
@@ -293,7 +298,7 @@ def prompts_of(
     for item in items:
         if isinstance(item, str):
             served.check_length(item, param)
-            found.append((item, served.encode(item, param)))
+            found.append((item, encode(item, param)))
         elif _are_ids(item):
             strange = next((i for i in item if not 0 <= i < served.vocab_size), None)
             if strange is not None:

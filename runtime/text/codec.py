@@ -73,11 +73,12 @@ class TextCodec:
         """Warns, once, of `ids` of a text that begins with the token that the tokenizer has put
         before it; models are trained on one."""
         begin = self.begin_id
-        if begin is not None and self._adds_begin and ids[1:2] == [begin]:
+        if begin is not None and self.adds_begin and ids[1:2] == [begin]:
             _warn_of_two(self.tokenizer.id_to_token(begin))
 
     @cached_property
-    def _adds_begin(self) -> bool:
+    def adds_begin(self) -> bool:
+        """Whether the tokenizer puts the begin token before a text."""
         return self.tokenizer.encode("").ids[:1] == [self.begin_id]
 
     def encode_rendered(self, text: str) -> list[int]:

@@ -156,6 +156,10 @@ OTHERS = r"""
 /v1/completions => prompt => {"prompt": [99999]}
 /v1/completions => prompt => {"prompt": ["a", 1]}
 /v1/completions => suffix => {"prompt": "a", "suffix": "b"}
+/infill => input_prefix => {"input_prefix": "a", "input_suffix": "b"}
+/infill => input_suffix => {"input_prefix": "a"}
+/infill => input_extra[0].text => {"input_prefix": "a", "input_suffix": "b", "input_extra": [{}]}
+/infill => n => {"input_prefix": "a", "input_suffix": "b", "n": 2}
 /v1/completions => best_of => {"prompt": "a", "best_of": 3}
 /v1/completions => max_tokens => {"prompt": "a", "echo": true, "max_tokens": 0}
 /v1/completions => max_tokens => {"prompt": "a", "logprobs": 1, "max_tokens": 0}

@@ -84,4 +84,14 @@ CODE_TEXTS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
+# Tokens before a prefix, before a suffix and before what goes between them (llama-vocab.cpp).
+_INFILL_TEXTS = {
+    "fim_pre": """<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim\u2581begin\uff5c> <PRE>
+        \u2581<PRE> <|code_prefix|> <|prefix|>""",
+    "fim_suf": """<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim\u2581hole\uff5c> <SUF>
+        \u2581<SUF> <|code_suffix|> <|suffix|>""",
+    "fim_mid": """<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim\u2581end\uff5c> <MID>
+        \u2581<MID> <|code_middle|> <|middle|>""",
+}
+INFILL_TEXTS = {kind: tuple(texts.split()) for kind, texts in _INFILL_TEXTS.items()}
 CONTROL_TEXTS = frozenset(END_TEXTS).union(*CODE_TEXTS.values())
