@@ -215,5 +215,5 @@ def _attend_tokens(
 def _tile_of(query_THW: Tensor, block: int) -> tuple[int, int, int, int]:
     assert block <= max(_TILES), f"heads of {block} values, at most {max(_TILES)} are supported"
     if query_THW.dtype == torch.float32 or not has_tensor_cores(query_THW.device):
-        return _EXACT_TILE if block <= 256 else _EXACT_WIDE_TILE
+        return _EXACT_TILE if block <= 128 else _EXACT_WIDE_TILE
     return next(tile for width, tile in _TILES.items() if block <= width)
