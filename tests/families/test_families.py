@@ -440,7 +440,7 @@ CASES = {
         mamba_n_heads=4,
     ),
     "granite4-hybrid": hf.GraniteMoeHybridConfig(
-        **GATED | ODD | FACTORS | layers("lflll") | MAMBA, num_local_experts=0
+        **GATED | ODD | FACTORS | layers("lflll") | MAMBA, num_local_experts=0, attention_bias=True
     ),
     "granite4moe-hybrid": hf.GraniteMoeHybridConfig(
         **GRANITE | MAMBA | TIED | MQA | layers("llf") | {"mamba_n_groups": 2},
@@ -463,7 +463,12 @@ CASES = {
         mamba_rms_norm=True,
         mamba_norm_before_gate=False,
     ),
-    "bamba": hf.BambaConfig(**GATED | ODD | MAMBA | {"mamba_n_groups": 4}, attn_layer_indices=[1]),
+    "bamba": hf.BambaConfig(
+        **GATED | ODD | MAMBA | {"mamba_n_groups": 4}, attn_layer_indices=[1], attention_bias=True
+    ),
+    "bamba-attending": hf.BambaConfig(
+        **GATED | MQA | TIED | MAMBA, attn_layer_indices=[0, 1, 2, 3, 4, 5]
+    ),
     # Uneven heads; full layers whose values are their keys, and their first pairs rotate; inputs of
     # layers.
     "gemma4": hf.Gemma4TextConfig(

@@ -269,7 +269,6 @@ FAMILIES = (
             **COMMON,
             "tie_word_embeddings": True,
             "num_key_value_heads": 40,
-            "mlp_bias": False,
             "rms_norm_eps": 1e-5,
             "scale_emb": 12,
             "scale_depth": 1.4,

@@ -61,26 +61,22 @@ def keys_of_hybrid(read: ConfigReader) -> dict[str, Value]:
     found = _expert_keys(read) if has_experts else {}
     own = "intermediate_size" if has_experts else "shared_intermediate_size"
     found |= factor_keys(read) | {"feed_forward_length": np.uint32(read.count(own))}
+    if read.values.get("position_embedding_type") != "rope":
+        found["rope.scaling.finetuned"] = False
     has_state_L = read.other_layers("linear_attention", "layer_types", 1)
-    if not any(has_state_L):
-        found["general.architecture"] = "granitemoe" if has_experts else "granite"
-    is_rotated = read.values.get("position_embedding_type") == "rope"
-    return found | recurrent_keys(read, has_state_L, is_rotated=is_rotated)
+    if any(has_state_L):
+        return found | recurrent_keys(read, has_state_L)
+    return found | {"general.architecture": "granitemoe" if has_experts else "granite"}
 
 
-def recurrent_keys(
-    read: ConfigReader, has_state_L: list[bool], *, is_rotated: bool
-) -> dict[str, Value]:
+def recurrent_keys(read: ConfigReader, has_state_L: list[bool]) -> dict[str, Value]:
     heads = read.count("num_key_value_heads", read.count("num_attention_heads"))
     if all(has_state_L):
         raise HotsplitError(
             f"{read.path}: no layer attends (layer_types, attn_layer_indices), wanted one at least;"
             " this checkpoint is not supported"
         )
-    states = {} if not any(has_state_L) else mamba2_keys(read)
-    if states:
-        states[KEY_HEADS] = [0 if has_state else heads for has_state in has_state_L]
-    return states | ({} if is_rotated else {"rope.scaling.finetuned": False})
+    return mamba2_keys(read) | {KEY_HEADS: [0 if has else heads for has in has_state_L]}
 
 
 def keys_of_bamba(read: ConfigReader) -> dict[str, Value]:
@@ -89,7 +85,7 @@ def keys_of_bamba(read: ConfigReader) -> dict[str, Value]:
         not isinstance(attending, list) or layer not in attending
         for layer in range(read.count("num_hidden_layers"))
     ]
-    return recurrent_keys(read, has_state_L, is_rotated=True)
+    return recurrent_keys(read, has_state_L)
 
 
 def keys_of_mixture(read: ConfigReader) -> dict[str, Value]:
@@ -305,6 +301,8 @@ GRAPHS = (
         name="granitehybrid",
         of_keys=of_keys,
         known_keys=(*KEYS, *FACTOR_KEYS, *MAMBA2),
+        options=ATTN_BIASES,
+        stock_options=ATTN_BIASES,
         not_in_stock=not_in_stock,
     ),
 )

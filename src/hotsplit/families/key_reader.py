@@ -304,19 +304,23 @@ class KeyReader:
 
     def options(self, num_layers: int) -> frozenset[str]:
         """The optional tensors of the layers, of those that the architecture has. Raises
-        HotsplitError for one that some layers have and others lack."""
-        of_layer = [
-            frozenset(n for n in self.graph.options if f"blk.{layer}.{n}" in self.tensors)
-            for layer in range(num_layers)
-        ]
-        first, *_ = of_layer
-        for layer, names in enumerate(of_layer):
-            if names != first:
+        HotsplitError for one that some layers have and others lack; one of attention is wanted in
+        the layers that attend."""
+        every, output = range(num_layers), "attn_output.weight"
+        attend = [layer for layer in every if f"blk.{layer}.{output}" in self.tensors] or every
+        found = set()
+        for name in self.graph.options:
+            layers = attend if name.startswith("attn_") else every
+            has_L = [f"blk.{layer}.{name}" in self.tensors for layer in layers]
+            if any(has_L) and not all(has_L):
+                first, other = layers[0], layers[has_L.index(not has_L[0])]
                 raise HotsplitError(
-                    f"{self.path}: {min(names ^ first)} is in layer 0 or in layer {layer},"
-                    " but not in both; convert the checkpoint again"
+                    f"{self.path}: {name} is in layer {first} or in layer {other}, but not in both;"
+                    " convert the checkpoint again"
                 )
-        return first
+            if any(has_L):
+                found.add(name)
+        return frozenset(found)
 
     def with_one(self, key: str) -> tuple["KeyReader", list[bool] | None]:
         """The reader, with one number where a file lists one for each layer, and whether each has

@@ -130,7 +130,6 @@ _DEFAULTS: Mapping[str, object] = {
     "tie_word_embeddings": True,
     "norm_eps": 1e-5,
     "num_key_value_heads": 8,
-    "conv_bias": False,
     "conv_L_cache": 3,
 }
 LFM2 = Family(

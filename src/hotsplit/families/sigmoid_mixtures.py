@@ -301,7 +301,6 @@ FAMILIES = (
         read_keys=COUNTS,
         defaults={
             **_DEFAULTS,
-            "attention_bias": False,
             "routed_scaling_factor": 2.5,
             "first_k_dense_replace": 1,
             "num_experts_per_tok": 8,
