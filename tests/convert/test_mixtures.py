@@ -1,6 +1,8 @@
 """The mixtures of types: the type of every matrix of seven shapes, as llama.cpp's quantiser chose
 it."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -36,126 +38,79 @@ SHAPES = {
     "falcon": (FALCON, 256, 512, roles(17, is_tied=True, is_falcon=True)),
     "70b": (DENSE, 256, 256, roles(80, is_tied=False, is_70b=True)),
 }
-THEIRS = {
-    "llama": {
-        "q3_k_s": "output: q6_k",
-        "q3_k_m": (
-            "output: q6_k; attn_v: 2*q5_k 15*q4_k; attn_output: 17*q4_k; ffn_down: q5_k 16*q4_k"
-        ),
-        "q3_k_l": "output: q6_k; attn_v attn_output ffn_down: 17*q5_k",
-        "q4_k_s": "output: q6_k; attn_v: 4*q5_k 13*q4_k; ffn_down: 2*q5_k 15*q4_k",
-        "q4_k_m": (
-            "output: q6_k; "
-            "attn_v ffn_down: 2*q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k 4*q6_k"
-        ),
-        "q5_k_s": "output: q6_k",
-        "q5_k_m": (
-            "output: q6_k; "
-            "attn_v ffn_down: 2*q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k 4*q6_k"
-        ),
-    },
-    "llama 576": {
-        "q3_k_s": "token_embd: q8_0; attn_q attn_k attn_v attn_output ffn_gate ffn_up: 9*q4_0",
-        "q3_k_m": (
-            "token_embd: q8_0; attn_q attn_k ffn_gate ffn_up: 9*q4_0; attn_v: 2*q5_1 7*q5_0; "
-            "attn_output: 9*q5_0; ffn_down: 9*q4_k"
-        ),
-        "q3_k_l": (
-            "token_embd: q8_0; attn_q attn_k ffn_gate ffn_up: 9*q4_0; "
-            "attn_v attn_output: 9*q5_1; ffn_down: 9*q5_k"
-        ),
-        "q4_k_s": (
-            "token_embd: q8_0; attn_q attn_k attn_output ffn_gate ffn_up: 9*q5_0; "
-            "attn_v: 4*q5_1 5*q5_0; ffn_down: q5_k 8*q4_k"
-        ),
-        "q4_k_m": (
-            "token_embd: q8_0; attn_q attn_k attn_output ffn_gate ffn_up: 9*q5_0; "
-            "attn_v: q8_0 2*q5_0 q8_0 2*q5_0 3*q8_0; ffn_down: q6_k 2*q4_k q6_k 2*q4_k 3*q6_k"
-        ),
-        "q5_k_s": "token_embd: q8_0; attn_q attn_k attn_v attn_output ffn_gate ffn_up: 9*q5_1",
-        "q5_k_m": (
-            "token_embd: q8_0; attn_q attn_k attn_output ffn_gate ffn_up: 9*q5_1; "
-            "attn_v: q8_0 2*q5_1 q8_0 2*q5_1 3*q8_0; ffn_down: q6_k 2*q5_k q6_k 2*q5_k 3*q6_k"
-        ),
-    },
-    "mixtral": {
-        "q3_k_s": "output: q6_k; attn_k attn_v: 17*q8_0; attn_output: 17*q5_k",
-        "q3_k_m": (
-            "output: q6_k; attn_k attn_v: 17*q8_0; attn_output: 17*q5_k; "
-            "ffn_down_exps: q5_k 16*q4_k"
-        ),
-        "q3_k_l": "output: q6_k; attn_k attn_v: 17*q8_0; ffn_down_exps: 17*q5_k",
-        "q4_k_s": (
-            "output: q6_k; attn_k attn_v: 17*q8_0; attn_output: 17*q5_k; "
-            "ffn_down_exps: 2*q5_k 15*q4_k"
-        ),
-        "q4_k_m": (
-            "output: q6_k; attn_k attn_v: 17*q8_0; attn_output: 17*q5_k; "
-            "ffn_down_exps: 2*q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k 4*q6_k"
-        ),
-        "q5_k_s": "output: q6_k; attn_k attn_v: 17*q8_0",
-        "q5_k_m": (
-            "output: q6_k; attn_k attn_v: 17*q8_0; "
-            "ffn_down_exps: 2*q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k 4*q6_k"
-        ),
-    },
-    "qwen2moe": {
-        "q3_k_s": "token_embd: q6_k",
-        "q3_k_m": (
-            "token_embd: q6_k; attn_v: 2*q5_k 8*q4_k; "
-            "attn_output ffn_down_exps ffn_down_shexp: 10*q4_k"
-        ),
-        "q3_k_l": "token_embd: q6_k; attn_v attn_output ffn_down_exps ffn_down_shexp: 10*q5_k",
-        "q4_k_s": (
-            "token_embd: q6_k; attn_v: 4*q5_k 6*q4_k; ffn_down_exps ffn_down_shexp: q5_k 9*q4_k"
-        ),
-        "q4_k_m": (
-            "token_embd: q6_k; "
-            "attn_v ffn_down_exps ffn_down_shexp: q6_k 2*q4_k q6_k 2*q4_k q6_k q4_k 2*q6_k"
-        ),
-        "q5_k_s": "token_embd: q6_k",
-        "q5_k_m": (
-            "token_embd: q6_k; "
-            "attn_v ffn_down_exps ffn_down_shexp: q6_k 2*q5_k q6_k 2*q5_k q6_k q5_k 2*q6_k"
-        ),
-    },
-    "falcon": {
-        "q3_k_s": "token_embd: q8_0",
-        "q3_k_m": (
-            "token_embd: q8_0; attn_qkv: 2*q5_k 15*q4_k; "
-            "ffn_down: q5_k q4_k 2*q3_k q4_k 2*q3_k q4_k 2*q3_k q4_k 2*q3_k 4*q4_k"
-        ),
-        "q3_k_l": "token_embd: q8_0; attn_qkv: 17*q5_k; attn_output ffn_down: 17*q4_k",
-        "q4_k_s": "token_embd: q8_0; attn_qkv: 4*q5_k 13*q4_k",
-        "q4_k_m": (
-            "token_embd: q8_0; "
-            "attn_qkv: 2*q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k 4*q6_k; "
-            "ffn_down: q6_k q5_k 2*q4_k q5_k 2*q4_k q5_k 2*q4_k q5_k 2*q4_k 4*q5_k"
-        ),
-        "q5_k_s": "token_embd: q8_0",
-        "q5_k_m": (
-            "token_embd: q8_0; "
-            "attn_qkv ffn_down: 2*q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k 4*q6_k"
-        ),
-    },
-    "70b": {
-        "q3_k_m": "output: q6_k; attn_v: 80*q5_k; attn_output: 80*q4_k; ffn_down: 5*q5_k 75*q4_k",
-        "q4_k_s": "output: q6_k; attn_v: 80*q5_k; ffn_down: 10*q5_k 70*q4_k",
-        "q4_k_m": (
-            "output: q6_k; "
-            "attn_v: 10*q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k "
-            "q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k "
-            "q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k q6_k 2*q5_k "
-            "11*q6_k; "
-            "ffn_down: 10*q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k "
-            "2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k "
-            "2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k 2*q4_k q6_k "
-            "2*q4_k 11*q6_k"
-        ),
-    },
-}
+# By shape, the types of matrices in a mixture, layer by layer: 3*(2*q4_k,q6_k) are nine of them.
+_THEIRS = """
+== llama
+q3_k_s output: q6_k
+q3_k_m output: q6_k; attn_v: 2*q5_k 15*q4_k; attn_output: 17*q4_k; ffn_down: q5_k 16*q4_k
+q3_k_l output: q6_k; attn_v attn_output ffn_down: 17*q5_k
+q4_k_s output: q6_k; attn_v: 4*q5_k 13*q4_k; ffn_down: 2*q5_k 15*q4_k
+q4_k_m output: q6_k; attn_v ffn_down: 2*q6_k 3*(2*q4_k,q6_k) 2*q4_k 4*q6_k
+q5_k_s output: q6_k
+q5_k_m output: q6_k; attn_v ffn_down: 2*q6_k 3*(2*q5_k,q6_k) 2*q5_k 4*q6_k
+== llama 576
+q3_k_s token_embd: q8_0; attn_q attn_k attn_v attn_output ffn_gate ffn_up: 9*q4_0
+q3_k_m token_embd: q8_0; attn_q attn_k ffn_gate ffn_up: 9*q4_0; attn_v: 2*q5_1 7*q5_0;
+  attn_output: 9*q5_0; ffn_down: 9*q4_k
+q3_k_l token_embd: q8_0; attn_q attn_k ffn_gate ffn_up: 9*q4_0; attn_v attn_output: 9*q5_1;
+  ffn_down: 9*q5_k
+q4_k_s token_embd: q8_0; attn_q attn_k attn_output ffn_gate ffn_up: 9*q5_0; attn_v: 4*q5_1 5*q5_0;
+  ffn_down: q5_k 8*q4_k
+q4_k_m token_embd: q8_0; attn_q attn_k attn_output ffn_gate ffn_up: 9*q5_0; attn_v: q8_0 2*q5_0
+  q8_0 2*q5_0 3*q8_0; ffn_down: q6_k 2*q4_k q6_k 2*q4_k 3*q6_k
+q5_k_s token_embd: q8_0; attn_q attn_k attn_v attn_output ffn_gate ffn_up: 9*q5_1
+q5_k_m token_embd: q8_0; attn_q attn_k attn_output ffn_gate ffn_up: 9*q5_1; attn_v: q8_0 2*q5_1
+  q8_0 2*q5_1 3*q8_0; ffn_down: q6_k 2*q5_k q6_k 2*q5_k 3*q6_k
+== mixtral
+q3_k_s output: q6_k; attn_k attn_v: 17*q8_0; attn_output: 17*q5_k
+q3_k_m output: q6_k; attn_k attn_v: 17*q8_0; attn_output: 17*q5_k; ffn_down_exps: q5_k 16*q4_k
+q3_k_l output: q6_k; attn_k attn_v: 17*q8_0; ffn_down_exps: 17*q5_k
+q4_k_s output: q6_k; attn_k attn_v: 17*q8_0; attn_output: 17*q5_k; ffn_down_exps: 2*q5_k 15*q4_k
+q4_k_m output: q6_k; attn_k attn_v: 17*q8_0; attn_output: 17*q5_k; ffn_down_exps: 2*q6_k
+  3*(2*q4_k,q6_k) 2*q4_k 4*q6_k
+q5_k_s output: q6_k; attn_k attn_v: 17*q8_0
+q5_k_m output: q6_k; attn_k attn_v: 17*q8_0; ffn_down_exps: 2*q6_k 3*(2*q5_k,q6_k) 2*q5_k 4*q6_k
+== qwen2moe
+q3_k_s token_embd: q6_k
+q3_k_m token_embd: q6_k; attn_v: 2*q5_k 8*q4_k; attn_output ffn_down_exps ffn_down_shexp: 10*q4_k
+q3_k_l token_embd: q6_k; attn_v attn_output ffn_down_exps ffn_down_shexp: 10*q5_k
+q4_k_s token_embd: q6_k; attn_v: 4*q5_k 6*q4_k; ffn_down_exps ffn_down_shexp: q5_k 9*q4_k
+q4_k_m token_embd: q6_k; attn_v ffn_down_exps ffn_down_shexp: q6_k 2*q4_k q6_k 2*q4_k q6_k q4_k
+  2*q6_k
+q5_k_s token_embd: q6_k
+q5_k_m token_embd: q6_k; attn_v ffn_down_exps ffn_down_shexp: q6_k 2*q5_k q6_k 2*q5_k q6_k q5_k
+  2*q6_k
+== falcon
+q3_k_s token_embd: q8_0
+q3_k_m token_embd: q8_0; attn_qkv: 2*q5_k 15*q4_k; ffn_down: q5_k 4*(q4_k,2*q3_k) 4*q4_k
+q3_k_l token_embd: q8_0; attn_qkv: 17*q5_k; attn_output ffn_down: 17*q4_k
+q4_k_s token_embd: q8_0; attn_qkv: 4*q5_k 13*q4_k
+q4_k_m token_embd: q8_0; attn_qkv: 2*q6_k 3*(2*q4_k,q6_k) 2*q4_k 4*q6_k; ffn_down: q6_k
+  4*(q5_k,2*q4_k) 4*q5_k
+q5_k_s token_embd: q8_0
+q5_k_m token_embd: q8_0; attn_qkv ffn_down: 2*q6_k 3*(2*q5_k,q6_k) 2*q5_k 4*q6_k
+== 70b
+q3_k_m output: q6_k; attn_v: 80*q5_k; attn_output: 80*q4_k; ffn_down: 5*q5_k 75*q4_k
+q4_k_s output: q6_k; attn_v: 80*q5_k; ffn_down: 10*q5_k 70*q4_k
+q4_k_m output: q6_k; attn_v: 10*q6_k 19*(2*q5_k,q6_k) 2*q5_k 11*q6_k; ffn_down: 10*q6_k
+  19*(2*q4_k,q6_k) 2*q4_k 11*q6_k
+"""
 
 
+def _read(text: str) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for line in text.replace("\n  ", " ").strip().splitlines():
+        name, _, rest = line.partition(" ")
+        if name == "==":
+            found[rest] = {}
+        else:
+            repeat = lambda run: " ".join([run[2].replace(",", " ")] * int(run[1]))  # noqa: E731
+            last = found[[*found][-1]]
+            last[name] = re.sub(r"(\d+)\*\(([^)]*)\)", repeat, rest)
+    return found
+
+
+THEIRS = _read(_THEIRS)
 # A tied embedding has the output's type.
 THEIRS["llama tied"] = {
     mixture: f"token_embd{kinds.removeprefix('output')}"

@@ -141,23 +141,20 @@ def test_no_drafter_changes_greedy_or_seeded_texts(tmp_path, kind, mode):
                     assert text_of(engine, 150, drafts, sampling=sampling) == want
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_adversarial_drafts_change_nothing(tmp_path, lie):
+def test_adversarial_drafts_change_nothing(tmp_path):
+    """Nor to the end of the context, and past it by dropping half of the text."""
+    lengths = {"short": {"count": 200}, "full": {"count": 1000}}
+    lengths["shifted"] = {"count": 600, "shift_keep": 3}
     with Engine.load(model_path(tmp_path, "q8_0"), mode="predicted") as engine:
         for sampling in (SamplingOptions(temperature=0.0), SamplingOptions(seed=5)):
-            want = text_of(engine, 200, sampling=sampling)
-            drafts = Prophet(PROMPT + want, LIES[lie])
-            assert text_of(engine, 200, drafts, sampling=sampling) == want
-            assert engine.last_run.drafted > 100
-            # To the end of the context, and past it by dropping half of the text.
-            full = text_of(engine, 1000, sampling=sampling)
-            assert len(full) + len(PROMPT) == CONTEXT + 1
-            drafts = Prophet(PROMPT + full, LIES[lie])
-            assert text_of(engine, 1000, drafts, sampling=sampling) == full
-            assert engine.last_run.stopped_by == "context"
-            shifted = text_of(engine, 600, sampling=sampling, shift_keep=3)
-            drafts = Prophet(PROMPT + shifted, LIES[lie])
-            assert text_of(engine, 600, drafts, sampling=sampling, shift_keep=3) == shifted
+            for name, given in lengths.items():
+                want = text_of(engine, sampling=sampling, **given)
+                assert name != "full" or len(want) + len(PROMPT) == CONTEXT + 1
+                for lie in LIES.values():
+                    drafts = Prophet(PROMPT + want, lie)
+                    assert text_of(engine, drafts=drafts, sampling=sampling, **given) == want
+                    assert name != "short" or engine.last_run.drafted > 100
+                    assert name != "full" or engine.last_run.stopped_by == "context"
 
 
 def test_the_comparison_finds_a_changed_text(tmp_path):

@@ -65,7 +65,6 @@ def test_rows_at_once_equal_single_steps(tmp_path, kind, mode, level):
             assert torch.equal(engine.logits(IDS[:num_rows]), want[:num_rows]), num_rows
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     "kind, width, num_neurons",
     [
@@ -75,13 +74,12 @@ def test_rows_at_once_equal_single_steps(tmp_path, kind, mode, level):
     ],
 )
 def test_rows_at_once_equal_single_steps_in_windows_of_many_neurons(
-    tmp_path, kind, width, num_neurons, level
+    tmp_path, kind, width, num_neurons
 ):
     """Some 15 % of the neurons fire, so sums of several rows list them, window by window: chunks
     of 2,600 neurons are one window of three groups, those of 4,200 have four groups and a second
     window. Of the columns, as many as fill whole tiles are copied, and the rest is added row after
     row."""
-    library.set_level(level)
     shape = make_sizes(
         width=width,
         num_neurons=num_neurons,
@@ -94,19 +92,21 @@ def test_rows_at_once_equal_single_steps_in_windows_of_many_neurons(
     model = dataclasses.replace(model, threshold_L=(1.0,) * 2, path=tmp_path / "m.gguf")
     model.save(model.path)
     ids = IDS[:90]
-    with Engine.load(model.path, mode="exact") as engine:
-        shares = []
-        with engine.observe(
-            lambda name, layer, gate: shares.append(float((gate > 1.0).float().mean())),
-            lambda name, layer: name == "ffn_gate",
-        ):
-            engine.logits(ids)
-        assert min(shares) > 0.1 and max(shares) < 0.3, shares
-        library.set_threads(1)
-        want = one_by_one(engine, ids)
-        for num_rows in (5, 33, 90):
-            library.set_threads(1 + num_rows % 3)
-            assert torch.equal(engine.logits(ids[:num_rows]), want[:num_rows]), num_rows
+    shares: list[float] = []
+    for level in LEVELS:
+        library.set_level(level)
+        with Engine.load(model.path, mode="exact") as engine:
+            with engine.observe(
+                lambda name, layer, gate: shares.append(float((gate > 1.0).float().mean())),
+                lambda name, layer: name == "ffn_gate",
+            ):
+                engine.logits(ids)
+            assert min(shares) > 0.1 and max(shares) < 0.3, shares
+            library.set_threads(1)
+            want = one_by_one(engine, ids)
+            for num_rows in (5, 33, 90):
+                library.set_threads(1 + num_rows % 3)
+                assert torch.equal(engine.logits(ids[:num_rows]), want[:num_rows]), level
 
 
 @pytest.mark.parametrize("activation", ["relu", "drelu", "silu", "gelu", "gelu_tanh"])
