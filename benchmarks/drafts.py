@@ -17,30 +17,40 @@ is built is said in serve_throughput.py.
 --forced makes 8 layers of Qwen3.6-35B-A3B's shape with a block, of random weights, whose guesses
 are exchanged: so many of those at each place are right, if those before are. The text is drawn with
 a seed. The controller's gain, and that of each number of guesses by what their rows and guesses
-took, stand beside what `hotsplit plan` predicts of this machine, which it measures before."""
+took, stand beside what `hotsplit plan` predicts of this machine, which it measures before, and
+beside what it predicts from the experts that this text chooses: random weights give successive
+tokens nearly the same ones, which plans do not assume."""
 
 import argparse
+import io
 import json
 import os
 import random
 import statistics
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import replace
 from itertools import accumulate, count
 from operator import mul, truediv
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
+import numpy as np
 from machine import result_of, write_result
 from random_model import make_mixture
+from torch import Tensor
 
 from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Corpus, Profile
+from hotsplit.cli import main as main_command
 from hotsplit.commands.options.speculation_options import speculating
 from hotsplit.measure.timing.interleave import take_turns
 from hotsplit.options.generation_options import (
@@ -52,6 +62,7 @@ from hotsplit.runtime.generate.block_drafter import BlockDrafter
 from hotsplit.runtime.generate.chat import ChatOptions
 from hotsplit.runtime.generate.speculation import Speculation
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.solver.assumed import assumed_experts
 
 RIVALS = ("llama.cpp", "llama.cpp, draft")
 PORT = 18340
@@ -189,23 +200,16 @@ def _measure_forced(arguments: argparse.Namespace) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{shape}.gguf"
         make_mixture(path, shape, arguments.kind, has_block=True)
-        command = ["-m", "hotsplit", "plan", path, "--vram", 0, "-t", arguments.threads]
-        predicted = json.loads(
-            subprocess.run(
-                [sys.executable, *map(str, command), "--context", "512", "--json"],
-                env=os.environ | {"HOTSPLIT_CACHE": f"{folder}/cache"},
-                check=True,
-                stdout=subprocess.PIPE,
-            ).stdout
-        )
-        drafts = predicted["drafts"]
-        most = dict.fromkeys((len(arguments.forced), max(1, drafts["num_drafted"])))
-        with Engine.load(path, device="cpu", draft_block=True, context_length=512) as engine:
-            found = {f"at most {n}": _forced(engine, options, arguments, n) for n in most}
+        with patch.dict(os.environ, {"HOTSPLIT_CACHE": f"{folder}/cache"}):
+            predicted = _predicted(path, arguments)
+            most = dict.fromkeys((len(arguments.forced), max(1, predicted["num_drafted"])))
+            with Engine.load(path, device="cpu", draft_block=True, context_length=512) as engine:
+                found = {f"at most {n}": _forced(engine, options, arguments, n) for n in most}
+                recorded = _recorded(engine, options, arguments)
+            of_text = _predicted(path, arguments, recorded)
     gains = {name: each["gain"] for name, each in found.items()}
-    gains["predicted"] = predicted["token_s"] / drafts["token_s"]
-    by_number = [predicted["token_s"] / seconds for seconds in drafts["by_number_s"]]
-    print(f"{gains}, by the number of guesses {by_number}, {found}")
+    gains |= {"predicted": predicted["gain"], "predicted of the text": of_text["gain"]}
+    print(gains, predicted["by_number"], of_text["by_number"], found, sep="\n")
     result = result_of(
         "drafts-forced",
         shape=shape,
@@ -215,12 +219,70 @@ def _measure_forced(arguments: argparse.Namespace) -> None:
         threads=arguments.threads,
         tokens=arguments.tokens,
         gains=gains,
-        predicted_tokens_per_s=1 / predicted["token_s"],
-        predicted_by_number=by_number,
+        predicted_tokens_per_s=predicted["tokens_per_s"],
+        predicted_by_number=predicted["by_number"],
+        predicted_of_text_by_number=of_text["by_number"],
         measured=found,
     )
     name = f"drafts-forced-{library.level()}"
     print(f"wrote {write_result(result, name, arguments.output)}")
+
+
+def _predicted(
+    path: Path, arguments: argparse.Namespace, routing_LTK: np.ndarray | None = None
+) -> dict[str, Any]:
+    """What `hotsplit plan` predicts, with assumed experts, or with those of recorded tokens."""
+
+    def recorded(model: ModelFile, exponent: float) -> Profile:
+        profile = assumed_experts(model, exponent)
+        if routing_LTK is None:
+            return profile
+        number, num_tokens = profile.expert_count_LE.shape[1], routing_LTK.shape[1]
+        return replace(
+            profile,
+            routing_LTK=routing_LTK,
+            num_tokens=num_tokens,
+            expert_count_LE=np.stack(
+                [np.bincount(id_TK.ravel(), minlength=number) for id_TK in routing_LTK]
+            ),
+            corpora=(Corpus(name="drawn", sha256="0" * 64, num_tokens=num_tokens),),
+        )
+
+    command = ["plan", path, "--vram", 0, "-t", arguments.threads, "--context", 512, "--json"]
+    with (
+        patch("hotsplit.run.forecast.assumed_experts", recorded),
+        redirect_stdout(io.StringIO()) as written,
+    ):
+        assert main_command([str(part) for part in command]) == 0
+    found = json.loads(written.getvalue())
+    token_s, drafts = found["token_s"], found["drafts"]
+    return {
+        "num_drafted": drafts["num_drafted"],
+        "gain": token_s / drafts["token_s"],
+        "tokens_per_s": 1 / token_s,
+        "by_number": [token_s / seconds for seconds in drafts["by_number_s"]],
+    }
+
+
+def _recorded(
+    engine: Engine, sampling: dict[str, float], arguments: argparse.Namespace
+) -> np.ndarray:
+    """The experts of the drawn text's tokens, int16 [L, T, K]."""
+    chosen_L: dict[int, list[np.ndarray]] = {}
+
+    def observe(name: str, layer: int | None, tensor: Tensor) -> None:
+        assert layer is not None
+        chosen_L.setdefault(layer, []).append(tensor.numpy().astype(np.int16))
+
+    with engine.observe(observe, lambda name, layer: name == "ffn_experts"):
+        tokens = engine.generate(
+            "a b c",
+            sampling=SamplingOptions(seed=1, **sampling),
+            options=GenerationOptions(max_tokens=arguments.tokens, ignores_end=True),
+        )
+        for _ in tokens:
+            pass
+    return np.stack([np.concatenate(chosen_L[layer]) for layer in sorted(chosen_L)])
 
 
 def _forced(

@@ -5,14 +5,16 @@ A round drafts n tokens with the block, checks them in a step of n + 1 rows and 
 ones. With the chances a(i) of the i-th guess, if those before it are right, it yields
 
     E(n) = 1 + a(1) + a(1) a(2) + ... + a(1) ... a(n)   tokens in
-    C(n) = step(n + 1) + block(E(n)) + (n - 1) block(1)   seconds:
+    C(n) = step(n + 1) + n block(1)   seconds:
 
-the block's pass over the accepted tokens gives the first guess. The best n is taken; 0 is none.
+of accepted tokens the block computes keys and values alone, which are a few of its matrices. The
+best n is taken; 0 is none.
 
-A step of r rows reads each matrix once, and of experts those that any of its rows chooses: with an
-expert's share p of the tokens, 1 - (1 - p)^r of it, if tokens chose independently; those of a text
-have more in common. Each further row adds its products, at the rate of a prompt's, and STATE_ROW of
-what a recurrent state takes for one; its keys and values are in a cache by then.
+A step of r rows reads each matrix once, and of experts those that any of its rows chooses: as many
+as r successive recorded tokens did, and of assumed ones, with an expert's share p of the tokens,
+1 - (1 - p)^r, as if they chose independently; those of a text have more in common. Each further row
+adds its products, at the rate of a prompt's, and STATE_ROW of what a recurrent state takes for one;
+its keys and values are in a cache by then.
 
 Of what a plan has on a GPU, dense blocks, neurons and the head take no longer for a few rows, in
 which reading is the limit, and experts, which are computed row by row, r times as long. In a layer
@@ -139,15 +141,14 @@ def draft_gain(
     ids = model.spec.vocab_size
     head_share = FIRST_IDS / ids if ids >= 2 * FIRST_IDS else 1.0
 
-    def block_s(rows: float) -> float:
-        return fixed_s + rows_seconds(block, machine, own_LE, rows, head_share)
-
+    block_s = fixed_s + rows_seconds(block, machine, own_LE, 1, head_share)
     found_s = [token_s]
     for num in range(1, len(accepted) + 1):
         tokens = 1 + sum(reached[:num])
-        rows_s = rows_seconds(model, machine, share_LE, num + 1, on_gpus=on_gpus)
+        union_LE = recorded_union(inputs, num + 1)
+        rows_s = rows_seconds(model, machine, share_LE, num + 1, union_LE=union_LE, on_gpus=on_gpus)
         step_s = token_s + rows_s - single_s
-        found_s.append((step_s + block_s(tokens) + (num - 1) * block_s(1)) / tokens)
+        found_s.append((step_s + num * block_s) / tokens)
     best = int(np.argmin(found_s))
     return DraftGain(
         num_drafted=best,
@@ -165,26 +166,46 @@ def shares(inputs: Inputs) -> np.ndarray:
     return units.count_LF / units.rank_LTK.shape[1]
 
 
+def recorded_union(inputs: Inputs, rows: int) -> np.ndarray | None:
+    """How often any of so many successive recorded tokens chooses each expert, f64 [L, E]; None if
+    fewer are recorded."""
+    units, routing_LTK = inputs.units, inputs.profile.routing_LTK
+    is_recorded = isinstance(units, ExpertUnits) and inputs.profile.corpora
+    if routing_LTK is None or not is_recorded or routing_LTK.shape[1] < rows:
+        return None
+    union_LE = np.ones((len(routing_LTK), units.number))
+    for layer, id_TK in enumerate(routing_LTK):
+        is_chosen_TE = np.zeros((len(id_TK), units.number), bool)
+        if (id_TK >= 0).all():
+            np.put_along_axis(is_chosen_TE, id_TK.astype(np.int64), True, axis=1)
+            windows = np.lib.stride_tricks.sliding_window_view(is_chosen_TE, rows, axis=0)
+            union_LE[layer] = windows.any(axis=2).mean(axis=0)
+    return union_LE
+
+
 def rows_seconds(
     model: ModelFile,
     machine: Machine,
     share_LE: np.ndarray,
-    rows: float,
+    rows: int,
     head_share: float = 1.0,
+    union_LE: np.ndarray | None = None,
     on_gpus: OnGpus | None = None,
 ) -> float:
     """Seconds of the matrices and states that a step of these rows reads, with this share of the
-    head; without what a step takes whatever it reads. Of dense blocks and a head on a GPU, which
+    head; without what a step takes whatever it reads. `union_LE`: the share of steps that read each
+    expert; None: as if tokens chose independently. Of dense blocks and a head on a GPU, which
     take as long for one row, nothing."""
     gpus = nothing(len(share_LE)) if on_gpus is None else on_gpus
     total, kv_rate = 0.0, machine.costs.kv_gb_per_s.median * 1e9
+    union_LE = 1 - (1 - share_LE) ** rows if union_LE is None else union_LE
     for layer, share_E in enumerate(share_LE):
         dense_s, units_s, cold_E = 0.0, float(gpus.hand_over_s_L[layer]), gpus.cold_LE[layer]
         for name, entry in model.layer_tensors[layer].items():
             read, used = 1.0, rows
             if part_bytes.is_expert(name):
                 number = model.spec.layers[layer].neurons.num_experts
-                read = float((cold_E * (1 - (1 - share_E) ** rows)).sum()) / number
+                read = float((cold_E * union_LE[layer]).sum()) / number
                 used = float((cold_E * share_E).sum()) * rows / (number * read) if read else 0.0
             elif not part_bytes.is_dense(name):
                 read = float(cold_E.mean())

@@ -1,10 +1,13 @@
 """What drafts by a model's block are predicted to gain, of models without weights: by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from delta_models import FEW, spec_of, without_weights
 from models import make_inputs, make_machine, make_sizes
 
+from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.costs.part_bytes import is_expert, state_bytes
 from hotsplit.model.draft_block import with_draft_block
 from hotsplit.solver.assumed import assumed_experts, every_neuron
@@ -14,6 +17,7 @@ from hotsplit.solver.draft_prediction import (
     draft_gain,
     nothing,
     on_gpus,
+    recorded_union,
     rows_seconds,
     shares,
 )
@@ -52,6 +56,24 @@ def test_a_step_reads_the_union_of_its_rows_experts():
         assert rows_seconds(model, machine, share_LE, rows) == pytest.approx(want, rel=1e-6)
 
 
+def test_recorded_tokens_say_what_successive_ones_share():
+    """Each of a hundred tokens chooses the experts of the one before, or the next two of six."""
+    assumed = inputs_of(has_experts=True)
+    assert recorded_union(assumed, 2) is None
+    first_T = np.arange(100) // 2 * 2 % 6
+    routing_LTK = np.tile(np.stack([first_T, first_T + 1], axis=1), (8, 1, 1)).astype(np.int16)
+    corpora = (Corpus(name="text", sha256="0" * 64, num_tokens=100),)
+    profile = replace(assumed.profile, routing_LTK=routing_LTK, corpora=corpora)
+    inputs = replace(assumed, profile=profile)
+    for rows, num_read in ((1, 2), (2, 3), (3, 4), (4, 5), (6, 6)):
+        union_LE = recorded_union(inputs, rows)
+        assert union_LE.shape == (8, 6)
+        assert union_LE.sum(axis=1) == pytest.approx(np.full(8, num_read), abs=0.1)
+    assert recorded_union(inputs, 101) is None
+    shared, alone = (draft_gain(each, TOKEN_S).by_number_s[0] for each in (inputs, assumed))
+    assert shared < alone  # of two rows, three experts in place of 3.3
+
+
 def test_gains_are_those_of_tokens_over_seconds():
     inputs = inputs_of(has_experts=False)
     model, block, machine = inputs.model, inputs.model.draft, inputs.machine
@@ -63,8 +85,8 @@ def test_gains_are_those_of_tokens_over_seconds():
 
     more_s = [seconds(model, rows) - seconds(model, 1) for rows in (2, 3)]
     want = [
-        (TOKEN_S + more_s[0] + seconds(block, 1.5)) / 1.5,
-        (TOKEN_S + more_s[1] + seconds(block, 1.75) + seconds(block, 1)) / 1.75,
+        (TOKEN_S + more_s[0] + seconds(block, 1)) / 1.5,
+        (TOKEN_S + more_s[1] + 2 * seconds(block, 1)) / 1.75,
     ]
     assert gain.by_number_s == pytest.approx(want, rel=1e-6)
     assert (gain.num_drafted, gain.token_s) == (2, gain.by_number_s[1])
@@ -121,7 +143,7 @@ def test_rows_of_neurons_and_dense_blocks_on_a_gpu_cost_nothing():
     whole = with_one_home(on_one_device(pipeline.model, gpu=True))
     gpus = on_gpus(inputs, pipeline, whole)
     gain = draft_gain(inputs, TOKEN_S, (0.5,), gpus)
-    block_s = rows_seconds(inputs.model.draft, inputs.machine, np.ones((1, 1)), 1.5)
+    block_s = rows_seconds(inputs.model.draft, inputs.machine, np.ones((1, 1)), 1)
     assert gain.by_number_s == pytest.approx([(TOKEN_S + block_s) / 1.5], rel=1e-6)
     half = placed(inputs, [pipeline.model.num_neurons // 2] * 8, [True] * 8, True)[2]
     assert half.cold_LE == pytest.approx(np.full((8, 1), 0.5))
