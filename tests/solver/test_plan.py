@@ -130,6 +130,28 @@ def test_gpt_oss_has_the_published_types_and_size(tmp_path):
     assert (tmp_path / "h.gguf").stat().st_size == pytest.approx(12.11e9 - 12e6, rel=1e-3)
 
 
+# Gigabytes of files on the hub, as its pages say; words and merges are left out here.
+PUBLISHED_GB = {
+    "phi-2-Q4_K_M": 1.74,  # mav23/phi-2-GGUF
+    "DeepSeek-V2-Lite-Chat-Q4_K_M": 10.4,  # mradermacher/DeepSeek-V2-Lite-Chat-GGUF
+    "MiniCPM3-4B-Q4_K_M": 2.47,  # openbmb/MiniCPM3-4B-GGUF
+    "Qwen2.5-VL-7B-Instruct-Q4_K_M": 4.68,  # benxh/Qwen2.5-VL-7B-Instruct-GGUF
+    "stablelm-2-zephyr-1_6b-Q4_K_M": 1.03,  # brittlewis12/stablelm-2-zephyr-1_6b-GGUF
+    "gemma-2b-it-Q4_K_M": 1.63,  # narainp/gemma-2b-it-Q4_K_M-GGUF
+    "internlm2_5-7b-chat-Q4_K_M": 4.71,  # legraphista/internlm2_5-7b-chat-IMat-GGUF
+    "pythia-1.4b-Q8_0": 1.506737664,  # mav23/pythia-1.4b-GGUF
+    "granite-4.0-micro-Q4_K_M": 2.1,  # granite4 of ollama's library
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_GB)
+def test_inspect_says_the_size_of_the_published_file(name, tmp_path):
+    (header,) = (each for each in HEADERS if each.name == name)
+    write(tmp_path / "h.gguf", keys_of(header), list(tensors_of(header)))
+    found = inspect_file(tmp_path / "h.gguf").file["file_bytes"]
+    assert found == pytest.approx(1e9 * PUBLISHED_GB[name], rel=0.01)
+
+
 # As published: the draft block's six large matrices and two small ones are left out here.
 CENSUS = {"iq3_xxs": 112, "iq2_s": 67, "iq3_s": 57, "iq2_xxs": 48, "iq2_xs": 34, "iq1_s": 20}
 CENSUS |= {"q4_k": 21, "iq4_xs": 19, "q2_k": 16, "q6_k": 6, "q3_k": 5, "q5_k": 2, "iq1_m": 1}
