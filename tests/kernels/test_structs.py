@@ -150,17 +150,12 @@ def changed(mirror: type[ctypes.Structure], how: str) -> type[ctypes.Structure]:
     return type(mirror.__name__, (ctypes.Structure,), {"_fields_": fields})
 
 
-MISTAKES = [
-    (name, how)
-    for name, mirror in MIRRORS.items()
-    for how in ("swapped", "renamed", "missing", "added", "narrower")
-    if how != "swapped" or len(mirror._fields_) > 1
-]
-
-
-@pytest.mark.parametrize("name, how", MISTAKES)
-def test_a_wrong_mirror_is_rejected(name, how):
-    assert layout_of(changed(MIRRORS[name], how)) != layouts_in_cpp()[name]
+@pytest.mark.parametrize("name", MIRRORS)
+def test_a_wrong_mirror_is_rejected(name):
+    mirror, right = MIRRORS[name], layouts_in_cpp()[name]
+    for how in ("swapped", "renamed", "missing", "added", "narrower"):
+        if how != "swapped" or len(mirror._fields_) > 1:
+            assert layout_of(changed(mirror, how)) != right, how
 
 
 def test_a_mirror_that_cpp_does_not_list_is_found(monkeypatch):

@@ -157,8 +157,13 @@ def test_the_check_of_tables_is_a_command():
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
-def test_links_lead_somewhere(path):
-    assert broken_links(path.read_text(), path) == []
+def test_links_paths_commands_and_options_exist_and_tables_have_short_lines(path):
+    text = path.read_text()
+    assert broken_links(text, path) == []
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert not [row for row in rows if len(row) > MOST_TABLE_LETTERS]
+    if not named(path).startswith(RECORDS):
+        assert missing_paths(text) == [] and unknown_options(text) == []
 
 
 def test_broken_links_are_found():
@@ -167,23 +172,9 @@ def test_broken_links_are_found():
     assert broken_links("[a](#a-b) [b](LICENSE) `[c](d)`\n# A b", ENGLISH) == ["d"]
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in DOCUMENTS if not named(p).startswith(RECORDS)], ids=named
-)
-def test_named_files_exist(path):
-    assert missing_paths(path.read_text()) == []
-
-
 def test_missing_files_are_found():
     text = "`solver/problem.py` `solver/nothing.py` `test_nothing.py` `test_docs.py` `build/x.json`"
     assert missing_paths(text) == ["solver/nothing.py", "test_nothing.py"]
-
-
-@pytest.mark.parametrize(
-    "path", [p for p in DOCUMENTS if not named(p).startswith(RECORDS)], ids=named
-)
-def test_commands_and_options_exist(path):
-    assert unknown_options(path.read_text()) == []
 
 
 def test_unknown_options_are_found():
@@ -194,16 +185,6 @@ def test_unknown_options_are_found():
     wanted = ["solve --profil", "hotsplit nothing", "generate -x"]
     assert unknown_options(text) == wanted
     assert unknown_options("`hotsplit generate M -p 'a' [--json] # --nothing`") == []
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
-def test_tables_have_short_lines(path):
-    long = [
-        line
-        for line in path.read_text().splitlines()
-        if line.startswith("|") and len(line) > MOST_TABLE_LETTERS
-    ]
-    assert not long
 
 
 def test_both_readmes_have_the_same_code():
