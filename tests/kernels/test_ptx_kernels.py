@@ -6,8 +6,7 @@ faults."""
 import json
 import re
 import shutil
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import test_gpu_attention as attention
@@ -28,115 +27,73 @@ pytestmark = [
     pytest.mark.usefixtures("several_rows"),
 ]
 
-CASES: dict[str, tuple[int, Callable]] = {
-    "dot f16": (ADA, lambda k: rows.test_dot(k, "f16", 3)),
-    "dot f16, 5 rows": (ADA, lambda k: rows.test_dot_of_any_number_of_rows(k, 5)),
-    "dot of width 40": (ADA, lambda k: rows.test_rows_of_floats_may_have_any_width(k, "f16", 40)),
-    "dot q4_k": (HOPPER, lambda k: rows.test_dot(k, "q4_k", 3)),
-    "dot q4_0": (BLACKWELL, lambda k: rows.test_dot(k, "q4_0_planar", 3)),
-    "dot q8_0": (HOPPER, lambda k: rows.test_dot(k, "q8_0_planar", 3)),
-    "dot iq1_table": (HOPPER, lambda k: rows.test_dot(k, "iq1_table_planar", 1)),
-    "dot iq3_s_table": (ADA, lambda k: rows.test_dot(k, "iq3_s_table_planar", 1)),
-    "dot q2_0": (ADA, lambda k: rows.test_dot(k, "q2_0_planar", 3)),
-    "dot q1_0": (HOPPER, lambda k: rows.test_dot(k, "q1_0_planar", 1)),
-    "dot nvfp4_scaled": (ADA, lambda k: rows.test_dot(k, "nvfp4_scaled_planar", 3)),
+# By name: the card, a test of a kernel, and its arguments after the kernels.
+TILES, DOWN = rows.test_unpack_of_tiles_and_groups, neurons.test_down_of_rows_of_any_width
+FEW_NEURONS = partial(experts.test_hidden_values, num_neurons=3)
+CASES: dict[str, tuple] = {
+    "dot f16": (ADA, rows.test_dot, "f16", 3),
+    "dot f16, 5 rows": (ADA, rows.test_dot_of_any_number_of_rows, 5),
+    "dot of width 40": (ADA, rows.test_rows_of_floats_may_have_any_width, "f16", 40),
+    "dot q4_k": (HOPPER, rows.test_dot, "q4_k", 3),
+    "dot q4_0": (BLACKWELL, rows.test_dot, "q4_0_planar", 3),
+    "dot q8_0": (HOPPER, rows.test_dot, "q8_0_planar", 3),
+    "dot iq1_table": (HOPPER, rows.test_dot, "iq1_table_planar", 1),
+    "dot iq3_s_table": (ADA, rows.test_dot, "iq3_s_table_planar", 1),
+    "dot q2_0": (ADA, rows.test_dot, "q2_0_planar", 3),
+    "dot q1_0": (HOPPER, rows.test_dot, "q1_0_planar", 1),
+    "dot nvfp4_scaled": (ADA, rows.test_dot, "nvfp4_scaled_planar", 3),
     "dot with a cap": (ADA, rows.test_dot_with_a_cap),
-    "unpack q4_k": (HOPPER, lambda k: rows.test_unpack(k, "q4_k")),
-    "unpack to bf16": (
-        BLACKWELL,
-        lambda k: rows.test_unpack_of_chosen_rows_with_gaps(k, "q8_0_planar"),
-    ),
+    "unpack q4_k": (HOPPER, rows.test_unpack, "q4_k"),
+    "unpack to bf16": (BLACKWELL, rows.test_unpack_of_chosen_rows_with_gaps, "q8_0_planar"),
     "unpack to f16": (HOPPER, rows.test_unpack_to_f16_into_rows_with_gaps),
-    "unpack q6_k in tiles": (
-        HOPPER,
-        lambda k: rows.test_unpack_of_tiles_and_groups(k, "q6_k_tiled", 1, 2),
-    ),
-    "unpack iq2_table in tiles": (
-        ADA,
-        lambda k: rows.test_unpack_of_tiles_and_groups(k, "iq2_table_tiled", 1, 1),
-    ),
-    "unpack iq3_xxs_table in tiles": (
-        ADA,
-        lambda k: rows.test_unpack_of_tiles_and_groups(k, "iq3_xxs_table_tiled", 1, 1),
-    ),
+    "unpack q6_k in tiles": (HOPPER, TILES, "q6_k_tiled", 1, 2),
+    "unpack iq2_table in tiles": (ADA, TILES, "iq2_table_tiled", 1, 1),
+    "unpack iq3_xxs_table in tiles": (ADA, TILES, "iq3_xxs_table_tiled", 1, 1),
     **{
-        f"unpack {name} in tiles": (
-            ADA,
-            lambda k, kind=f"{name}_tiled": rows.test_unpack_of_tiles_and_groups(k, kind, 2, 1),
-        )
+        f"unpack {name} in tiles": (ADA, TILES, f"{name}_tiled", 2, 1)
         for name in ("tq2_0", "q2_0", "nvfp4_scaled")
     },
-    "unpack f16 in groups": (
-        BLACKWELL,
-        lambda k: rows.test_unpack_of_tiles_and_groups(k, "f16_grouped", 2, 1),
-    ),
-    "predict": (HOPPER, lambda k: rows.test_predict(k, "q8_0_planar", 1)),
-    "gate_up of ids": (
-        BLACKWELL,
-        lambda k: neurons.test_named_neurons_are_looked_up_by_their_ids(k, 19),
-    ),
-    "silu": (HOPPER, lambda k: neurons.test_gate_up_of_every_activation(k, "silu", True, False)),
-    "down, zeros skipped": (HOPPER, lambda k: neurons.test_down(k, "f16", True, True)),
-    "down of q6_k": (
-        HOPPER,
-        lambda k: neurons.test_down_of_rows_of_any_width(k, "q6_k_planar", 256, False),
-    ),
-    "down of iq3_xxs_table": (
-        ADA,
-        lambda k: neurons.test_down_of_rows_of_any_width(k, "iq3_xxs_table_planar", 256, True),
-    ),
-    "down of q1_0": (
-        ADA,
-        lambda k: neurons.test_down_of_rows_of_any_width(k, "q1_0_planar", 128, False),
-    ),
-    "norm": (BLACKWELL, lambda k: attention.test_add_norm(k, 96, True)),
+    "unpack f16 in groups": (BLACKWELL, TILES, "f16_grouped", 2, 1),
+    "predict": (HOPPER, rows.test_predict, "q8_0_planar", 1),
+    "gate_up of ids": (BLACKWELL, neurons.test_named_neurons_are_looked_up_by_their_ids, 19),
+    "silu": (HOPPER, neurons.test_gate_up_of_every_activation, "silu", True, False),
+    "down, zeros skipped": (HOPPER, neurons.test_down, "f16", True, True),
+    "down of q6_k": (HOPPER, DOWN, "q6_k_planar", 256, False),
+    "down of iq3_xxs_table": (ADA, DOWN, "iq3_xxs_table_planar", 256, True),
+    "down of q1_0": (ADA, DOWN, "q1_0_planar", 128, False),
+    "norm": (BLACKWELL, attention.test_add_norm, 96, True),
     "norm, term and copy": (
         HOPPER,
-        lambda k: attention.test_add_norm_with_a_term_and_a_copy_of_the_result(k, (2, 96), True),
+        attention.test_add_norm_with_a_term_and_a_copy_of_the_result,
+        (2, 96),
+        True,
     ),
-    "rotation": (
-        BLACKWELL,
-        lambda k: attention.test_rotate_append(k, torch.float16, False, "both", 80, 1),
-    ),
-    "rotation of pairs": (
-        HOPPER,
-        lambda k: attention.test_rotate_append(k, torch.float32, True, "none", 32, 0),
-    ),
-    "attention": (BLACKWELL, lambda k: attention.assert_attention(k, 65)),
+    "rotation": (BLACKWELL, attention.test_rotate_append, torch.float16, False, "both", 80, 1),
+    "rotation of pairs": (HOPPER, attention.test_rotate_append, torch.float32, True, "none", 32, 0),
+    "attention": (BLACKWELL, attention.assert_attention, 65),
     "attention with a cap": (ADA, attention.test_scores_are_scaled),
-    "experts chosen": (
-        HOPPER,
-        lambda k: experts.test_the_choice_equals_its_definition(k, "groups"),
-    ),
-    "hidden values of experts": (
-        BLACKWELL,
-        lambda k: experts.test_hidden_values(k, "q4_0_planar", 1),
-    ),
-    "hidden values of experts in iq2_table": (
-        ADA,
-        lambda k: experts.test_hidden_values(k, "iq2_table_planar", 1, num_neurons=3),
-    ),
-    "hidden values of experts in tq2_0": (
-        ADA,
-        lambda k: experts.test_hidden_values(k, "tq2_0_planar", 1, num_neurons=3),
-    ),
-    "outputs of experts": (HOPPER, lambda k: experts.test_outputs(k, "f16")),
-    "sums of experts": (
-        BLACKWELL,
-        lambda k: experts.test_outputs_of_experts_by_neurons(k, "q8_0_planar", True),
-    ),
-    # Of several rows, each of which has the bits of a row alone.
-    "rows: dot q4_0": (ADA, lambda k: steps.test_dot(k, "q4_0_planar", 4)),
-    "rows: dot f16": (ADA, lambda k: steps.test_dot(k, "f16", 8)),
-    "rows: dot iq2_table": (ADA, lambda k: steps.test_dot(k, "iq2_table_planar", 2)),
-    "rows: dot q2_0": (ADA, lambda k: steps.test_dot(k, "q2_0_planar", 4)),
-    "rows: predict": (ADA, lambda k: steps.test_predict(k, "f16", 2)),
-    "rows: gate_up": (ADA, lambda k: steps.test_gate_up(k, "q4_0_planar", 4)),
-    "rows: down": (ADA, lambda k: steps.test_down(k, "f16", 8, True)),
-    "rows: norm": (ADA, lambda k: steps.test_add_norm(k, True, 2)),
-    "rows: append": (ADA, lambda k: steps.test_append_to_blocks(k, 8, torch.float16)),
-    "rows: attend": (ADA, lambda k: steps.test_attend_to_blocks(k, 8, torch.float16, None)),
+    "experts chosen": (HOPPER, experts.test_the_choice_equals_its_definition, "groups"),
+    "hidden values of experts": (BLACKWELL, experts.test_hidden_values, "q4_0_planar", 1),
+    "hidden values of experts in iq2_table": (ADA, FEW_NEURONS, "iq2_table_planar", 1),
+    "hidden values of experts in tq2_0": (ADA, FEW_NEURONS, "tq2_0_planar", 1),
+    "outputs of experts": (HOPPER, experts.test_outputs, "f16"),
+    "sums of experts": (BLACKWELL, experts.test_outputs_of_experts_by_neurons, "q8_0_planar", True),
+    "rows: dot q4_0": (ADA, steps.test_dot, "q4_0_planar", 4),
+    "rows: dot f16": (ADA, steps.test_dot, "f16", 8),
+    "rows: dot iq2_table": (ADA, steps.test_dot, "iq2_table_planar", 2),
+    "rows: dot q2_0": (ADA, steps.test_dot, "q2_0_planar", 4),
+    "rows: predict": (ADA, steps.test_predict, "f16", 2),
+    "rows: gate_up": (ADA, steps.test_gate_up, "q4_0_planar", 4),
+    "rows: down": (ADA, steps.test_down, "f16", 8, True),
+    "rows: norm": (ADA, steps.test_add_norm, True, 2),
+    "rows: append": (ADA, steps.test_append_to_blocks, 8, torch.float16),
+    "rows: attend": (ADA, steps.test_attend_to_blocks, 8, torch.float16, None),
 }
+
+
+def run(name: str, machine: PtxKernels) -> None:
+    _, test, *given = CASES[name]
+    test(machine.kernels, *given)
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +105,7 @@ def machines():
 def compare(machines):
     """A function that runs a case, unless an earlier test of this process has."""
 
-    @cache
-    def run(name):
-        arch, case = CASES[name]
-        case(machines[arch].kernels)
-
-    return run
+    return cache(lambda name: run(name, machines[CASES[name][0]]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -175,7 +127,7 @@ def test_the_cases_execute_every_kind_of_instruction(machines, compare):
 def test_three_architectures_have_the_same_text(name):
     def texts(arch):
         machine = PtxKernels(arch)
-        CASES[name][1](machine.kernels)
+        run(name, machine)
         every = [text for counts in machine.launches.values() for text in counts]
         without_names = (text.partition("\t.file\t")[0] for text in every)
         return [text.replace(f".target sm_{arch}", "") for text in without_names]
@@ -189,7 +141,7 @@ def test_three_architectures_have_the_same_text(name):
 def outcome(case: str, kernels: PtxKernels) -> str:
     """What finds a fault: the name of one of the executor's, "values", or "nothing"."""
     try:
-        CASES[case][1](kernels.kernels)
+        run(case, kernels)
     except Fault as fault:
         return type(fault).__name__
     except AssertionError:
@@ -290,7 +242,7 @@ def test_faults_in_the_ptx_of_a_product_are_found(case, old, new, found):
 def test_removing_any_barrier_of_a_product_is_found():
     texts = []
     probe = PtxKernels(ADA, edit=lambda name, text: texts.append((name, text)) or text)
-    CASES["dot f16"][1](probe.kernels)
+    run("dot f16", probe)
     barrier = r"bar\.sync\s+0;"
     count = len(re.findall(barrier, next(text for name, text in texts if name == "_dot")))
     found = [outcome("dot f16", changed_text("_dot", barrier, "", at)) for at in range(count)]
@@ -301,4 +253,4 @@ def test_a_fault_that_changes_nothing_is_an_error(tmp_path):
     with pytest.raises(AssertionError, match="nothing like"):
         changed_source(tmp_path, "norm", "no such text in it", "")
     with pytest.raises(AssertionError, match="nothing like"):
-        CASES["dot f16"][1](changed_text("_dot", "no such text in it", "").kernels)
+        run("dot f16", changed_text("_dot", "no such text in it", ""))
