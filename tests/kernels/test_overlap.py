@@ -20,59 +20,40 @@ from ptx.kernels import STORES, PtxKernels
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device instead")
 ADA, HOPPER = 89, 90
 WAIT = r"griddepcontrol\.wait;"
-# A test of each kernel of a step, for each form that waits elsewhere; and whether weights are read
-# before the wait.
-FORMS = {
+# Each kernel of a step, for each form that waits elsewhere: whether weights are read before the
+# wait, and a test with its arguments after the kernels.
+FORMS: dict[str, tuple] = {
     "dot": ("_dot", True, rows.test_dot_with_relu),
-    "embed": ("_unpack", False, lambda k: rows.test_embed(k, "f16", True, 1.0)),
+    "embed": ("_unpack", False, rows.test_embed, "f16", True, 1.0),
     "norm": ("_add_norm", False, attention.test_norm_alone),
     "rotate": (
         "_rotate_append",
         False,
-        lambda k: attention.test_rotate_append(k, torch.float32, True, "none", 32, 0),
-    ),
-    "latents": ("_join_latents", False, lambda k: latents.joined(k, latents.ODD, 2)),
-    "attend": ("_attend_part", False, lambda k: attention.assert_attention(k, 63)),
-    "join": ("_attend_join", False, lambda k: attention.assert_attention(k, 63)),
-    "predict": ("_predict", True, lambda k: rows.test_bits_past_the_last_neuron_are_zero(k, 9)),
-    "gate": (
-        "_gate_up",
+        attention.test_rotate_append,
+        torch.float32,
         True,
-        lambda k: neurons.test_gate_up_of_every_activation(k, "gelu", True, False),
+        "none",
+        32,
+        0,
     ),
-    "gate, named": (
-        "_gate_up",
-        True,
-        lambda k: neurons.test_named_neurons_are_looked_up_by_their_ids(k, 19),
-    ),
-    "convolve": ("_convolve", False, lambda k: delta.ONE.run(k)),
-    "delta": ("_delta_rule", True, lambda k: delta.ONE.run(k)),
-    "short convolution": ("_convolve_gated", False, lambda k: short.run(k, short.WIDE, [1])),
-    "channels": ("_convolve_channels", False, lambda k: mamba2.ODD.run(k, [1])),
-    "scan": ("_scan_states", True, lambda k: mamba2.ODD.run(k, [1], 0)),
-    "gate groups": ("_gate_groups", False, lambda k: mamba2.ODD.run(k, [1])),
-    "gate norm": ("_gate_norm", False, lambda k: delta.ONE.run(k)),
-    "down": ("_down", True, lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, False)),
-    "predict planes": (
-        "_predict_planes",
-        False,
-        lambda k: planes.assert_mixed(k, "predict_planes", 3, 70, 2),
-    ),
-    "correct planes": (
-        "_correct_planes",
-        False,
-        lambda k: planes.assert_mixed(k, "correct_planes", 3, 70, 2),
-    ),
-    "add to planes": (
-        "_add_to_planes",
-        False,
-        lambda k: planes.assert_mixed(k, "add_to_planes", 3, 70, 2),
-    ),
-    "down, zeros": (
-        "_down",
-        False,
-        lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, True),
-    ),
+    "latents": ("_join_latents", False, latents.joined, latents.ODD, 2),
+    "attend": ("_attend_part", False, attention.assert_attention, 63),
+    "join": ("_attend_join", False, attention.assert_attention, 63),
+    "predict": ("_predict", True, rows.test_bits_past_the_last_neuron_are_zero, 9),
+    "gate": ("_gate_up", True, neurons.test_gate_up_of_every_activation, "gelu", True, False),
+    "gate, named": ("_gate_up", True, neurons.test_named_neurons_are_looked_up_by_their_ids, 19),
+    "convolve": ("_convolve", False, delta.ONE.run),
+    "delta": ("_delta_rule", True, delta.ONE.run),
+    "short convolution": ("_convolve_gated", False, short.run, short.WIDE, [1]),
+    "channels": ("_convolve_channels", False, mamba2.ODD.run, [1]),
+    "scan": ("_scan_states", True, mamba2.ODD.run, [1], 0),
+    "gate groups": ("_gate_groups", False, mamba2.ODD.run, [1]),
+    "gate norm": ("_gate_norm", False, delta.ONE.run),
+    "down": ("_down", True, neurons.test_down_of_any_number_of_neurons, 17, False),
+    "predict planes": ("_predict_planes", False, planes.assert_mixed, "predict_planes", 3, 70, 2),
+    "correct planes": ("_correct_planes", False, planes.assert_mixed, "correct_planes", 3, 70, 2),
+    "add to planes": ("_add_to_planes", False, planes.assert_mixed, "add_to_planes", 3, 70, 2),
+    "down, zeros": ("_down", False, neurons.test_down_of_any_number_of_neurons, 17, True),
 }
 OF_PROMPTS = {
     "_unpack_tiles",
@@ -91,7 +72,7 @@ OF_EXPERTS = {"_choose_experts", "_expert_gate_up", "_expert_down", "_expert_sum
 
 def run(form: str, edit=lambda text: text, arch: int = HOPPER, overlaps: bool = True) -> str:
     """Runs a form with its kernel's PTX changed; returns that of the first launch."""
-    name, _, test = FORMS[form]
+    name, _, test, *given = FORMS[form]
     found: list[str] = []
 
     def kept(kernel: str, text: str) -> str:
@@ -100,7 +81,7 @@ def run(form: str, edit=lambda text: text, arch: int = HOPPER, overlaps: bool = 
         found.append(edit(text))
         return found[-1]
 
-    test(PtxKernels(arch, edit=kept, overlaps=overlaps).kernels)
+    test(PtxKernels(arch, edit=kept, overlaps=overlaps).kernels, *given)
     return found[0]
 
 
