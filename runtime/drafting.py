@@ -18,6 +18,7 @@ from hotsplit.runtime.generate.frequent_ids import FrequentIds
 from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 from hotsplit.runtime.generate.row_ratios import ratios_here
 from hotsplit.runtime.generate.speculation import Learnt, Speculation, check_rows, has_equal_steps
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.model.assistant_loader import load_assistant, why_not_beside
 from hotsplit.runtime.step.assistant_step import AssistantStep
 from hotsplit.runtime.step.draft_step import DraftStep
@@ -81,6 +82,9 @@ def drafting(
         yield None
         return
     check_rows(engine._live)
+    if engine._live.has_hybrid_steps:  # a longer check would be a pass, which rounds otherwise
+        most = min(options.most, ROWS[-1] - 1)
+        options = replace(options, most=most, least=min(options.least, most))
     if kind == "mtp" and not engine.has_draft_block:
         raise HotsplitError(
             f"{engine.model.path}: has no draft block (--speculate mtp), or none that drafts here;"

@@ -202,7 +202,7 @@ def rows_seconds(
     for layer, share_E in enumerate(share_LE):
         dense_s, units_s, cold_E = 0.0, float(gpus.hand_over_s_L[layer]), gpus.cold_LE[layer]
         for name, entry in model.layer_tensors[layer].items():
-            read, used = 1.0, rows
+            read, used = 1.0, float(rows)
             if part_bytes.is_expert(name):
                 number = model.spec.layers[layer].neurons.num_experts
                 read = float((cold_E * union_LE[layer]).sum()) / number

@@ -26,6 +26,7 @@ from hotsplit.costs.part_bytes import draft_bytes
 from hotsplit.runtime import resolved_options
 from hotsplit.runtime.cache.state_slots import StateSlots
 from hotsplit.runtime.drafting import drafting
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.step.sequences import Part
 
 CONTEXT = 80
@@ -156,3 +157,15 @@ def test_a_plan_on_a_device_has_the_block_beside_it(file, monkeypatch, caplog):
         items = draft_bytes(file, CONTEXT, has_head=not split.head_on_gpu)
         assert all(more[i] - n == engine.bytes_by_role["cpu"][i] for i, n in items.items())
     assert "the draft block is not loaded, since a GPU rounds rows of q8_0" in caplog.text
+
+
+def test_no_check_is_too_long_for_a_step(file):
+    """A longer one would be a pass, whose rows are not those of single steps."""
+    options = dataclasses.replace(ALL, most=100, least=40)
+    with by_plan(file, 0) as engine, drafting(engine, options) as made:
+        assert made.begin().options.most == made.begin().options.least == ROWS[-1] - 1
+    with (
+        Engine.of(file, device="cpu", draft_block=True) as engine,
+        drafting(engine, options) as made,
+    ):
+        assert (made.begin().options.most, made.begin().options.least) == (100, 40)
