@@ -105,6 +105,18 @@ def test_attention_reads_what_is_stored(path, types):
         assert rel_error(got[-1], attend_ref(query_THW[-1:], *rows, spec)[0]) > HEADS_BOUND
 
 
+def check_sharing(engine: Engine, ids: list[int], alone_TV: torch.Tensor) -> None:
+    """In paged blocks beside another text, in a fork, and after a rollback."""
+    one, other = engine.sequence(), engine.sequence()
+    both = ((one, ids[:20]), (other, ids[5:15]))
+    parts = [Part(sequence=text, tokens=each, wanted="all") for text, each in both]
+    assert torch.equal(one.owner.run(parts)[0], alone_TV[:20])
+    branch = one.fork()
+    assert torch.equal(branch.extend(ids[20:], "all"), alone_TV[20:])
+    one.rollback(11)
+    assert torch.equal(one.extend(ids[11:], "all"), alone_TV[11:])
+
+
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)
 def test_a_row_does_not_depend_on_the_others(path, types):
     """Logits have the same bits when rows are computed together, one by one, or in paged blocks
@@ -115,14 +127,7 @@ def test_a_row_does_not_depend_on_the_others(path, types):
     with together as engine, engine.sequence() as text:
         assert torch.equal(text.extend(IDS, "all"), alone)
     with load(path, types, num_sequences=3) as engine:
-        one, other = engine.sequence(), engine.sequence()
-        both = ((one, IDS[:20]), (other, IDS[5:15]))
-        parts = [Part(sequence=text, tokens=ids, wanted="all") for text, ids in both]
-        assert torch.equal(one.owner.run(parts)[0], alone[:20])
-        branch = one.fork()
-        assert torch.equal(branch.extend(IDS[20:], "all"), alone[20:])
-        one.rollback(11)
-        assert torch.equal(one.extend(IDS[11:], "all"), alone[11:])
+        check_sharing(engine, IDS, alone)
 
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)

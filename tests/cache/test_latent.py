@@ -9,6 +9,7 @@ import torch
 from gguf.quants import dequantize, quantize
 from models import latent_spec, make_model, make_sizes
 from reference import Bounds, logits_ref, rel_error
+from test_cache_types import check_sharing
 
 from hotsplit import Engine
 from hotsplit.costs.part_bytes import kv_bytes, kv_read
@@ -18,7 +19,6 @@ from hotsplit.model.latent import Latent
 from hotsplit.options.cache_types import NAMES, CacheTypes
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.runtime.step.sequences import Part
 
 BOUNDS = Bounds({"f32": 1e-5, "f16": 1e-5, "q8_0": 2e-3})
 # What storing keys in a type costs logits.
@@ -76,18 +76,9 @@ def test_a_row_does_not_depend_on_the_others(path, tmp_path, kind):
         save_prompt(text, tmp_path / "state", engine.prompt_key())
     with load(path, "f32") as engine:
         loss = rel_error(alone, engine.logits(ids))
-        assert loss < {"f32": 1e-9, "f16": 2e-3, "bf16": 2e-2}.get(
-            kind, 0.35 if "4" in kind else 0.03
-        )
+        assert loss < LOSSES[kind.removesuffix("-plain")]
     with load(path, kind, num_sequences=4) as engine:
-        one, other = engine.sequence(), engine.sequence()
-        both = ((one, ids[:20]), (other, ids[5:15]))
-        parts = [Part(sequence=text, tokens=each, wanted="all") for text, each in both]
-        assert torch.equal(one.owner.run(parts)[0], alone[:20])
-        branch = one.fork()
-        assert torch.equal(branch.extend(ids[20:], "all"), alone[20:])
-        one.rollback(11)
-        assert torch.equal(one.extend(ids[11:], "all"), alone[11:])
+        check_sharing(engine, ids, alone)
         third = engine.sequence()
         assert restore_prompt(third, tmp_path / "state", engine.prompt_key()) == 30
         assert torch.equal(third.extend(ids[30:], "all"), alone[30:])
