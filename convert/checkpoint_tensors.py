@@ -331,7 +331,7 @@ def _sources(
                 f"{tensor.file}: no rule for tensor {source!r} in a {plan.spec.architecture} of"
                 f" {plan.spec.num_layers} layers; is this another architecture?"
             )
-        if tensor.shape not in (shapes[place], *_of_one_row(place, shapes[place])):
+        if not _fits(tensor.shape, place, shapes[place]):
             raise HotsplitError(
                 f"{tensor.file}: tensor {source!r} is {list(tensor.shape)}, wanted"
                 f" {list(shapes[place])} by config.json; the two belong to different models"
@@ -355,10 +355,11 @@ def _sources(
     return sources
 
 
-def _of_one_row(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The shape of the matrix of one row in which a checkpoint may have a vector; that of a
-    convolution of channels by themselves, whose taps are a matrix; that of vectors in one."""
-    if len(shape) == 1:
-        return ((1, *shape),)
-    flat = ((prod(shape),),) if tensors.is_vector(name, shape) else ()
-    return ((shape[0], 1, *shape[1:]), *flat)
+def _fits(found: tuple[int, ...], name: str, shape: tuple[int, ...]) -> bool:
+    """True for a tensor of this shape and, if it has vectors, for one of the same shape but for
+    dimensions of 1, such as that of a convolution of channels by themselves, or with all vectors in
+    one."""
+    if found == shape or not tensors.is_vector(name, shape):
+        return found == shape
+    large, wanted = ([size for size in each if size > 1] for each in (found, shape))
+    return large == wanted or found == (prod(shape),)

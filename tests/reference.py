@@ -14,7 +14,7 @@ from small_blocks import GROUPS, exact_values
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import type_of
-from hotsplit.model.delta_net import CONV, DECAY, DECAY_BIAS, DELTA_NORM, DeltaNet
+from hotsplit.model.delta_net import CONV, CONVS, DECAY, DECAY_BIAS, DELTA_NORM, DeltaNet, KimiDelta
 from hotsplit.model.draft_block import JOIN, OF_EMBEDDING, OF_HIDDEN
 from hotsplit.model.latent import (
     KEY_A,
@@ -239,10 +239,10 @@ def _latent_attention(x, block: Attention, w, factors, see):
     plain = np.einsum("hcn,tc->thn", w(f"{KEY_B}.weight"), c)
     v = np.einsum("hvc,tc->thv", w(f"{VALUE_B}.weight"), c)
     shared = np.broadcast_to(shared[:, None], (len(x), heads, own.num_rotated))
-    turned = [
-        rotated(y, block.rotary, own.num_rotated, factors if block.rotary.has_factors else 1.0)
-        for y in (q[..., own.num_plain :], shared)
-    ]
+    turned = [q[..., own.num_plain :], shared]
+    if block.rotary is not None:
+        by = factors if block.rotary.has_factors else 1.0
+        turned = [rotated(y, block.rotary, own.num_rotated, by) for y in turned]
     q = np.concatenate([q[..., : own.num_plain], turned[0]], axis=-1)
     k = np.concatenate([plain, turned[1]], axis=-1)
     if block.growth_length:
@@ -308,35 +308,44 @@ def _head_norm(y, block: Attention, w, name: str):
 def _delta(x, block: DeltaNet, w, see):
     """The recurrence of model/delta_net.py, token by token."""
     G, V, N = block.num_key_heads, block.num_value_heads, block.key_head_dim
-    z, beta, alpha = (
-        x @ w(f"{name}.weight").T
-        for name in (
-            "attn_gate",
-            *(["ssm_ba"] * 2 if block.is_grouped else ["ssm_beta", "ssm_alpha"]),
+    is_kimi = isinstance(block, KimiDelta)
+    if is_kimi:
+        inputs = np.concatenate([x @ w(f"attn_{name}.weight").T for name in "qkv"], axis=1)
+        taps = np.concatenate([w(name) for name in CONVS])
+        beta = x @ w("ssm_beta.weight").T
+        alpha, z = (x @ w(f"ssm_{n}_a.weight").T @ w(f"ssm_{n}_b.weight").T for n in "fg")
+    else:
+        taps = w(CONV)
+        inputs, z, beta, alpha = (
+            x @ w(f"{name}.weight").T
+            for name in (
+                *("attn_qkv", "attn_gate"),
+                *(["ssm_ba"] * 2 if block.is_grouped else ["ssm_beta", "ssm_alpha"]),
+            )
         )
-    )
     if block.is_grouped:
         beta, alpha = (
             beta.reshape(len(x), G, 2, -1)[:, :, part].reshape(len(x), V) for part in range(2)
         )
-    inputs = np.pad(x @ w("attn_qkv.weight").T, ((block.num_taps - 1, 0), (0, 0)))
-    mixed = sum(inputs[j : j + len(x)] * w(CONV)[:, j] for j in range(block.num_taps))
+    inputs = np.pad(inputs, ((block.num_taps - 1, 0), (0, 0)))
+    mixed = sum(inputs[j : j + len(x)] * taps[:, j] for j in range(block.num_taps))
     mixed = mixed / (1 + np.exp(-mixed))
     q, k, v = np.split(mixed, [G * N, 2 * G * N], axis=1)
     heads = np.arange(V) // (V // G) if block.is_grouped else np.arange(V) % G
     q, k = (y.reshape(len(x), G, N)[:, heads] for y in (q, k))
     q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
-    beta, decay = 1 / (1 + np.exp(-beta)), np.exp(w(DECAY) * np.logaddexp(0, alpha + w(DECAY_BIAS)))
+    beta, steps = 1 / (1 + np.exp(-beta)), np.logaddexp(0, alpha + w(DECAY_BIAS))
+    decay = np.exp(w(DECAY).reshape(-1, 1) * steps.reshape(len(x), V, -1))
     state, out = np.zeros(block.state_shapes[0]), np.zeros((len(x), V, block.value_head_dim))
     for t, v_VM in enumerate(v.reshape(out.shape)):
-        state = state * decay[t][:, None, None]
+        state = state * decay[t][:, :, None]
         delta = beta[t][:, None] * (v_VM - np.einsum("vn,vnm->vm", k[t], state))
         state = state + k[t][:, :, None] * delta[:, None]
         out[t] = np.einsum("vn,vnm->vm", q[t], state) / N**0.5
     own = Norm(name=DELTA_NORM, kind="rms", size=block.value_head_dim, epsilon=block.epsilon)
-    out = norm(out, w, own).reshape(len(x), -1) * z / (1 + np.exp(-z))
+    out = norm(out, w, own).reshape(len(x), -1) * (1 if is_kimi else z) / (1 + np.exp(-z))
     see("attn_heads", out)
-    return out @ w("ssm_out.weight").T
+    return out @ w(f"{block.output}.weight").T
 
 
 def _short_conv(x, block: ShortConv, w, see):
@@ -376,7 +385,7 @@ def _mamba2(x, block: Mamba2, w, see):
     return out @ w("ssm_out.weight").T
 
 
-_MIXERS = {DeltaNet: _delta, ShortConv: _short_conv, Mamba2: _mamba2}
+_MIXERS = {DeltaNet: _delta, KimiDelta: _delta, ShortConv: _short_conv, Mamba2: _mamba2}
 
 
 def rotated(y, rotary: Rotary, count: int, factors=1.0):

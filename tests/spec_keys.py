@@ -10,7 +10,7 @@ from hotsplit.families.expert_keys import GATINGS
 from hotsplit.families.key_reader import NORM_EPSILON
 from hotsplit.families.latent_keys import EPSILON_KEY
 from hotsplit.files.gguf_file import Value
-from hotsplit.model.delta_net import DeltaNet
+from hotsplit.model.delta_net import DeltaNet, KimiDelta
 from hotsplit.model.mamba2 import Mamba2
 from hotsplit.model.rope import RopeScaling
 from hotsplit.model.short_conv import ShortConv
@@ -73,6 +73,12 @@ def _delta_keys(spec: ModelSpec) -> dict[str, Value]:
     delta = next((block for block in mixers if isinstance(block, DeltaNet)), None)
     if delta is None:
         return {}
+    if isinstance(delta, KimiDelta):
+        return {
+            "attention.head_count_kv": _key_heads(spec),
+            "kda.head_dim": np.uint32(delta.key_head_dim),
+            "ssm.conv_kernel": np.uint32(delta.num_taps),
+        }
     return {
         "attention.recurrent_layers": [layer.recurrent is not None for layer in spec.layers],
         "ssm.conv_kernel": np.uint32(delta.num_taps),
@@ -120,6 +126,7 @@ def _latent_keys(spec: ModelSpec) -> dict[str, Value]:
         return {}
     keys: dict[str, Value] = {
         "attention.kv_lora_rank": np.uint32(own.size),
+        "rope.dimension_count": np.uint32(own.num_rotated),
         "attention.key_length_mla": np.uint32(own.of_query),
         "attention.value_length_mla": np.uint32(own.value_size),
         EPSILON_KEY: np.float32(own.epsilon),

@@ -13,6 +13,7 @@ from the source as it is.
 Letters: T tokens, V vocabulary."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -331,9 +332,14 @@ _RENAMED = (
     (".router.gate.", ".gate."),
     (".shared_mlp.", ".shared_experts."),
     (".moe_statics.", "."),
+    (".forget_gate.", "."),
     (".expert_bias", ".e_score_correction_bias"),
     (".gate.e_score_correction_bias", ".e_score_correction_bias"),
 )
+
+
+# Of Kimi Linear; transformers has the three convolutions as one.
+_PART_OF_CONVOLUTION = re.compile(r"(.*\.)([qkv])_conv1d\.weight")
 
 
 def _renamed(name: str) -> str:
@@ -373,11 +379,14 @@ def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
                 raise Skipped(f"transformers has another name for the experts in {item.source!r}")
             _put_back_expert(state, of_experts[item.tensor], item)
             continue
-        source = _renamed(item.source)
+        source, part = _renamed(item.source), None
+        if joined := _PART_OF_CONVOLUTION.fullmatch(source):
+            source, part = joined[1] + "conv1d.weight", "qkv".index(joined[2])
         names = [n for n, own in renamed.items() if own == source or own.endswith(f".{source}")]
         if len(names) != 1:
             raise Skipped(f"transformers has another name for the tensor {item.source!r}")
         target = state[names[0]]
+        target = target if part is None else target.chunk(3)[part]
         values = torch.from_numpy(item.values).reshape(-1, *target.shape[1:])
         if item.rows is None:
             target.copy_(values)

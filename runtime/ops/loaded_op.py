@@ -64,6 +64,11 @@ class RecurrentOp(LoadedOp):
     def linears(self) -> tuple[Linear, ...]:
         return *self.inputs, self.output
 
+    def project(self, on: Launcher, x: Any, projected: Tensor, free: Tensor) -> None:
+        """Submits the products with the input, to `projected` [T, W]. `free`: memory for
+        `mixed_size` values of each row, which nothing else uses before `mix`."""
+        on.project(self.inputs, x, projected)
+
     @abstractmethod
     def mix(
         self, on: Launcher, projected: Tensor, heads: Tensor, mixed: Tensor, slots: Slots
@@ -81,7 +86,7 @@ class RecurrentOp(LoadedOp):
             rooms.append(carved(scratch, y_TD, size))
             scratch = scratch.flatten()[padded(rooms[-1].numel()) :]
         projected, heads, mixed = rooms
-        on.project(self.inputs, x, projected)
+        self.project(on, x, projected, mixed)
         self.mix(on, projected, heads, mixed, slots)
         on.dot(self.output, heads, y_TD)
 

@@ -1,5 +1,5 @@
 """Small random models of which most layers have a state: gated delta nets, as in Qwen3-Next, 3.5
-and 3.6, short convolutions, as in LFM2, or Mamba-2, as in Granite 4."""
+and 3.6, or as in Kimi Linear, short convolutions, as in LFM2, or Mamba-2, as in Granite 4."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,19 +13,24 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.families.decoder_sizes import Sizes
 from hotsplit.families.expert_keys import Experts
 from hotsplit.families.glm import SECOND_NORM
+from hotsplit.families.latent_keys import attention_of
 from hotsplit.families.plain_decoder import decoder_spec
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.model.arrangements import Arrangement, Mixture
-from hotsplit.model.delta_net import DECAY, DeltaNet
+from hotsplit.model.delta_net import DECAY, DeltaNet, KimiDelta
+from hotsplit.model.latent import Latent
 from hotsplit.model.mamba2 import Mamba2
 from hotsplit.model.operations import Recurrent
-from hotsplit.model.rope import Rotary
+from hotsplit.model.rope import RopeScaling, Rotary
 from hotsplit.model.short_conv import ShortConv
 from hotsplit.model.spec import Attention, LayerSpec, ModelSpec, Neurons, Route
 from hotsplit.model.tensors import is_router
 
 PERIOD = 4  # the last of so many layers attends
 TINY = DeltaNet(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=8, epsilon=1e-6)
+KIMI = KimiDelta(
+    num_key_heads=2, num_value_heads=2, key_head_dim=32, value_head_dim=32, epsilon=1e-6
+)
 SMALL = Mamba2(num_heads=6, head_dim=16, num_groups=2, state_size=12, epsilon=1e-6)
 FEW = Experts(
     route=Route(num_experts=6, num_used=2), num_neurons=32, num_shared=32, has_shared_gate=True
@@ -161,6 +166,31 @@ def both_model(sizes: Sizes, **more) -> ModelFile:
     return faded(make_model(spec=spec, **more))
 
 
+def kimi_model(
+    sizes: Sizes, *, experts: Experts | None = None, period: int = PERIOD, **more
+) -> ModelFile:
+    """A random Kimi Linear in memory, whose states fade over tens of tokens, with experts in all
+    layers; `more`: as for make_model."""
+    experts = replace(experts or FEW, has_shared_gate=False)
+    route = replace(experts.route, gating="sigmoid", has_choice_bias=True)
+    latent = Latent(
+        query_rank=None, size=32, num_plain=32, num_rotated=8, value_size=16, epsilon=sizes.epsilon
+    )
+    heads = sizes.num_heads
+    sizes = replace(sizes, num_kv_heads=1, head_dim=latent.width)
+    kimi = replace(KIMI, num_key_heads=heads, num_value_heads=heads, epsilon=sizes.epsilon)
+    spec = decoder_spec(
+        sizes,
+        None,
+        "silu",
+        architecture="kimi-linear",
+        mixers=[None if (i + 1) % period == 0 else kimi for i in range(sizes.num_layers)],
+        experts=replace(experts, route=route),
+        attention=attention_of(latent, RopeScaling()),
+    )
+    return faded(make_model(spec=spec, **more))
+
+
 def faded(model: ModelFile) -> ModelFile:
     """The model with decays that are below zero and small."""
     decays = {
@@ -171,7 +201,12 @@ def faded(model: ModelFile) -> ModelFile:
     return replace(model, tensors=model.tensors | decays)
 
 
-RECURRENT = {"delta nets": delta_model, "short convolutions": conv_model, "Mamba-2": mamba_model}
+RECURRENT = {
+    "delta nets": delta_model,
+    "Kimi delta attention": kimi_model,
+    "short convolutions": conv_model,
+    "Mamba-2": mamba_model,
+}
 
 
 def without_weights(spec: ModelSpec, kind: str = "q4_k") -> ModelFile:

@@ -240,6 +240,8 @@ def _layer(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         return
     if "mamba" in marks and isinstance(heads, list) and not heads[layer]:
         yield from _mamba2(header)
+    elif "kimi" in marks and isinstance(heads, list) and not heads[layer]:
+        yield from _kimi(header)
     elif "delta" in marks and layer % 4 < 3:
         yield from _delta(header)
     elif "conv" in marks and isinstance(heads, list) and not heads[layer]:
@@ -375,6 +377,22 @@ def _mamba2(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "ssm_out.weight", (width, inner)
 
 
+def _kimi(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, heads = header.sizes[1], header.sizes[3]
+    of_head = cast(int, header.keys["kda.head_dim"])
+    for name in "qkv":
+        yield f"attn_{name}.weight", (heads * of_head, width)
+        yield f"ssm_conv1d_{name}.weight", (heads * of_head, 1, 4)
+    for name in "fg":
+        yield f"ssm_{name}_a.weight", (of_head, width)
+        yield f"ssm_{name}_b.weight", (heads * of_head, of_head)
+    yield "ssm_beta.weight", (heads, width)
+    yield "ssm_a", (heads, 1)
+    yield "ssm_dt.bias", (heads * of_head,)
+    yield "ssm_norm.weight", (of_head,)
+    yield "attn_output.weight", (width, heads * of_head)
+
+
 def _feed_forward(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     _, width, neurons, *_ = header.sizes
     number, _, each, shared, lead = header.experts
@@ -503,6 +521,9 @@ _OF_LAYERS: dict[str, dict[str, object]] = {
         "attention.head_count_kv": [2 * (letter == "*") for letter in _NANO],
         "feed_forward_length": [1856 * (letter == "E") for letter in _NANO],
     },
+    "Kimi-Linear-48B-A3B-Instruct-Q4_K_M": {
+        "attention.head_count_kv": [int(n in (3, 7, 11, 15, 19, 23, 26)) for n in range(27)]
+    },
     "LFM2-1.2B-Q4_K_M": {
         "attention.head_count_kv": [8 * (n in (2, 5, 8, 10, 12, 14)) for n in range(16)]
     },
@@ -612,6 +633,10 @@ GLM-4.7-Flash-Q4_K_M deepseek2 glm4 47,2048,10240,20,1,576,154880 marks=latent,c
   experts=[64,4,1536,1536,1] *latent attention.q_lora_rank=768 attention.key_length_mla=256
   attention.value_length_mla=256 attention.layer_norm_rms_epsilon=1e-05 expert_weights_scale=1.8
   context_length=202752
+Kimi-Linear-48B-A3B-Instruct-Q4_K_M kimi-linear kimi-k2 27,2304,9216,32,1,576,163840
+  marks=latent,kimi,choice_bias experts=[256,8,1024,1024,1] *latent attention.value_length=72
+  attention.layer_norm_rms_epsilon=1e-05 kda.head_dim=128 ssm.conv_kernel=4
+  expert_weights_scale=2.446 context_length=1048576
 Mistral-Small-4-119B-Q4_K_M mistral4 tekken 36,4096,12288,32,1,320,131072 marks=latent
   experts=[128,4,2048,2048,0] *latent attention.q_lora_rank=1024 attention.kv_lora_rank=256
   attention.key_length=320 attention.value_length=256 attention.key_length_mla=128

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 from checkpoints import class_of
 from test_families import CASES
-from transformers import GraniteMoeHybridConfig, Lfm2Config, Lfm2MoeConfig, PretrainedConfig
+from transformers import (
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    PretrainedConfig,
+)
 
 from hotsplit.errors import HotsplitError
 from hotsplit.families import config_reader
@@ -28,9 +34,8 @@ def config_of(case: str) -> dict:
     by_layer = ("layer_types", "per_layer_config")
     # Without them, its layers are recurrent, or share keys with none before them.
     shared = getattr(config, "num_kv_shared_layers", 0)
-    if isinstance(config, GraniteMoeHybridConfig | Lfm2Config | Lfm2MoeConfig) or (
-        shared and config.model_type == "gemma4_text"
-    ):
+    hybrids = GraniteMoeHybridConfig | KimiLinearConfig | Lfm2Config | Lfm2MoeConfig
+    if isinstance(config, hybrids) or (shared and config.model_type == "gemma4_text"):
         by_layer = by_layer[1:]
     return {key: value for key, value in values.items() if key not in by_layer}
 

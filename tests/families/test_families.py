@@ -129,6 +129,29 @@ NEMOTRON_H = {
 NEMOTRON_3 = MOE | NEMOTRON_H | MQA | {"n_routed_experts": 6}
 del NEMOTRON_3["num_experts"]
 SHARED = {"shared_expert_intermediate_size": 43}
+# Heads of 12 values under delta attention, and of 20 under latent attention, of which 8 are shared.
+KIMI = SIZES | {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "intermediate_size": 160,
+    "initializer_range": 0.1,
+    "rms_norm_eps": 1e-6,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 37,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+KIMI_LAYERS = {
+    "kda_layers": [1],
+    "full_attn_layers": [2],
+    "head_dim": 12,
+    "num_heads": 3,
+    "short_conv_kernel_size": 4,
+}
 # No width is a multiple of anything; the layers after the first have experts.
 LATENT = SIZES | {
     "intermediate_size": 160,
@@ -677,6 +700,19 @@ CASES = {
         rope_interleave=False,
         norm_topk_prob=False,
     ),
+    "kimilinearmoe": hf.KimiLinearConfig(**KIMI | ODD, linear_attn_config=KIMI_LAYERS),
+    "kimilinearmoe-ranks": hf.KimiLinearConfig(
+        **KIMI
+        | {"num_local_experts": 12, "n_group": 4, "topk_group": 2, "q_lora_rank": 26}
+        | {"rms_norm_eps": 1e-3},
+        layer_types=["full_attention", "linear_attention"],
+        mlp_layer_types=["sparse", "sparse"],
+        linear_head_dim=5,
+        linear_num_heads=3,
+        linear_conv_kernel_dim=3,
+        norm_topk_prob=False,
+        n_shared_experts=2,
+    ),
     "glm47moe": hf.Glm4MoeLiteConfig(**DEEPSEEK | {"v_head_dim": 16, "rms_norm_eps": 1e-6}),
     "mistral4moe": hf.Mistral4Config(
         **DEEPSEEK | {"first_k_dense_replace": 0},
@@ -797,7 +833,7 @@ _STOCK = """
     olmo3-stock exaone4-stock ernie glm4 glm granite granite4-hybrid granite4moe-hybrid bamba
     nemotron-h falcon-h1 falcon-h1-norm mixtral olmoe qwen2moe qwen3moe granitemoe cohere2moe
     cohere2moe-average glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
-    minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe erniemoe seed-oss gemma stablelm
+    minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe erniemoe seed-oss gemma stablelm kimilinearmoe
     stablelm-parallel gpt-neox phi2 hunyuan hunyuanmoe deepseek3moe glm47moe mistral4moe
 """
 STOCK = _STOCK.split()

@@ -171,6 +171,7 @@ def launch_the_rest() -> None:
             kernels.attend_tokens(*given, vectors=of_heads)
     launch_latents()
     launch_delta()
+    launch_delta(32, is_by_row=True)  # Kimi Linear's
     launch_mamba2()
     routed = torch.empty(16)
     kernels.choose_experts(x[:128], None, Route(num_experts=128, num_used=8), routed)
@@ -225,17 +226,21 @@ def launch_latents(heads: int = 128, size: int = 512, plain: int = 128, rotated:
         kernels.attend_tokens(queries, keys, values, at, spec, out)
 
 
-def launch_delta(key_heads: int = 16, value_heads: int = 32, width: int = 128) -> None:
+def launch_delta(
+    key_heads: int = 16, value_heads: int = 32, width: int = 128, *, is_by_row: bool = False
+) -> None:
     """The kernels of a delta net of Qwen3.6-35B-A3B, and of a short convolution."""
     kernels, channels = triton_kernels(), (2 * key_heads + value_heads) * width
-    projected = torch.empty(channels + value_heads * (width + 2))
-    taps, gates = torch.empty(channels, 4), torch.empty(value_heads)
+    decays = value_heads * (width if is_by_row else 1)
+    projected = torch.empty(channels + value_heads * (width + 1) + decays)
+    taps, rate, bias = torch.empty(channels, 4), torch.empty(value_heads), torch.empty(decays)
     conv, state = torch.empty(4, 3, channels), torch.empty(4, value_heads, width, width)
     slots = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    mixed, out = torch.empty(channels + 2 * value_heads), torch.empty(value_heads, width)
-    kernels.convolve(projected, taps, gates, gates, conv, *slots, mixed, key_heads)
-    kernels.delta_rule(mixed, state, *slots, out, key_heads, is_grouped=False)
-    kernels.gate_norm(out, projected, out[0], 1e-6)
+    mixed, out = torch.empty(channels + value_heads + decays), torch.empty(value_heads, width)
+    kernels.convolve(projected, taps, bias, rate, conv, *slots, mixed, key_heads)
+    flags = {"is_grouped": False, "is_by_row": is_by_row}
+    kernels.delta_rule(mixed, state, *slots, out, key_heads, **flags)
+    kernels.gate_norm(out, projected, out[0], 1e-6, is_sigmoid=is_by_row)
     rows, of_lfm2 = torch.empty(1, 3 * WIDTH), torch.empty(4, 2, WIDTH)
     kernels.convolve_gated(rows, torch.empty(WIDTH, 3), of_lfm2, *slots, rows[:, :WIDTH].clone())
 

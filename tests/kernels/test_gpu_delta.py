@@ -32,6 +32,7 @@ class Case:
     widths: tuple[int, int] = (8, 12)
     taps: int = 4
     is_grouped: bool = False
+    is_by_row: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -44,14 +45,15 @@ class Case:
         """What the kernels write, one pass after the other. Rows of no run stay NaN."""
         (key_heads, value_heads), (key_width, value_width) = self.heads, self.widths
         channels = 2 * key_heads * key_width + value_heads * value_width
-        width, rows = channels + value_heads * (value_width + 2), self.num_rows
+        decays, rows = value_heads * (key_width if self.is_by_row else 1), self.num_rows
+        width = channels + value_heads * (value_width + 1) + decays
         projected = self.values(ROWS, width, seed=1)[:rows]
         taps, weight = self.values(channels, self.taps, seed=2), self.values(value_width, seed=3)
-        step_bias = 4 * self.values(value_heads, seed=4)
+        step_bias = 4 * self.values(decays, seed=4)
         rate = -self.values(value_heads, seed=5).exp()
         conv = self.values(SLOTS, self.taps - 1, channels, seed=6)
         state = self.values(SLOTS, value_heads, key_width, value_width, seed=7)
-        mixed = torch.full((rows, channels + 2 * value_heads), NAN, device=device())
+        mixed = torch.full((rows, channels + value_heads + decays), NAN, device=device())
         out = torch.full((rows, value_heads, value_width), NAN, device=device())
         for runs in self.passes:
             run = torch.tensor([each[:3] for each in runs], dtype=torch.int32, device=device())
@@ -63,9 +65,10 @@ class Case:
                 writes[row] = target
             slots = run, writes.to(device())
             kernels.convolve(projected, taps, step_bias, rate, conv, *slots, mixed, key_heads)
-            kernels.delta_rule(mixed, state, *slots, out, key_heads, is_grouped=self.is_grouped)
+            flags = {"is_grouped": self.is_grouped, "is_by_row": self.is_by_row}
+            kernels.delta_rule(mixed, state, *slots, out, key_heads, **flags)
         raw = out.clone()
-        kernels.gate_norm(out, projected, weight, 1e-6)
+        kernels.gate_norm(out, projected, weight, 1e-6, is_sigmoid=self.is_by_row)
         return {"mixed": mixed, "conv": conv, "state": state, "raw": raw, "out": out}
 
 
@@ -100,6 +103,9 @@ CASES = {
         inner=((1, 5),),
         heads=(2, 4),
         is_grouped=True,
+    ),
+    "decays by row": Case(
+        passes=(((0, 4, 3, 1), (4, 1, -1, 2)),), heads=(3, 3), widths=(12, 20), is_by_row=True
     ),
     "two passes": Case(
         passes=(((0, 2, 0, 1), (2, 1, 2, 3)), ((3, 2, 1, 4), (0, 0, 0, 5))), heads=(2, 4)
@@ -166,7 +172,9 @@ on_ptx = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the d
 
 
 @on_ptx
-@pytest.mark.parametrize(("name", "arch"), [("several texts", ADA), ("after other rows", HOPPER)])
+@pytest.mark.parametrize(
+    ("name", "arch"), [("several texts", ADA), ("after other rows", HOPPER), ("decays by row", ADA)]
+)
 def test_ptx(name, arch):
     case = CASES[name]
     assert is_right(case.run(PtxKernels(arch, overlaps=arch == HOPPER).kernels), case)

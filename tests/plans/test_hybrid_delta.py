@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from delta_models import FEW, RECURRENT, SMALL, TINY, both_model, single_model, with_recurrent
+from delta_models import FEW, KIMI, RECURRENT, SMALL, TINY, both_model, single_model, with_recurrent
 from hybrid_plans import random_plan, stepped
 from models import changed, make_model, make_sizes, mixture_spec
 from passes import logits, passing
@@ -41,6 +41,7 @@ PLANS = {
 
 MIXERS = {
     "delta nets": lambda width: TINY,
+    "Kimi delta attention": lambda width: KIMI,
     "short convolutions": lambda width: ShortConv(size=width, num_taps=3),
     "Mamba-2": lambda width: SMALL,
 }
@@ -157,8 +158,8 @@ def test_a_step_that_fails_changes_no_state():
     """A kernel raises after states have been written; the same tokens then give the same logits."""
     model, right, broken = delta_mixture(), reference_kernels(), []
 
-    def gate_norm(*given):
-        right.gate_norm(*given)
+    def gate_norm(*given, **flags):
+        right.gate_norm(*given, **flags)
         if broken:
             raise RuntimeError("the device fails")
 

@@ -53,7 +53,11 @@ CARD = "rtx-4060-8gb"
 SPEED = re.compile(r"  this plan +([\d,]+\.\d) tokens/s")
 # With each kind of layer that they have, or as many as a key lists.
 FEW_LAYERS = {"deepseek2": 4, "qwen35": 4, "qwen35moe": 4, "gemma4": 12, "lfm2": 16, "lfm2moe": 24}
-FEW_LAYERS |= {"granitehybrid": 6, "nemotron_h_moe": 6}  # which have each of their blocks
+FEW_LAYERS |= {
+    "granitehybrid": 6,
+    "nemotron_h_moe": 6,
+    "kimi-linear": 4,
+}  # which have each of their blocks
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from delta_models import RECURRENT, TINY, conv_model, delta_model
+from delta_models import KIMI, RECURRENT, TINY, conv_model, delta_model
 from models import make_sizes
 from reference import logits_ref, rel_error
 
@@ -33,12 +33,25 @@ def with_heads(heads):
     return delta_model(SIZES, delta=replace(TINY, **numbers), period=2)
 
 
+def with_decays(numbers):
+    """A decay of each row of the state: heads, their width, taps."""
+    heads, width, taps = numbers
+    sizes = {"num_key_heads": heads, "num_value_heads": heads, "num_taps": taps}
+    kimi = replace(KIMI, key_head_dim=width, value_head_dim=width, **sizes)
+    return delta_model(SIZES, delta=kimi, period=2)
+
+
 def with_taps(num_taps):
     return conv_model(ODD, period=2, num_taps=num_taps)
 
 
 @pytest.mark.parametrize(
-    "make, numbers", [*((with_heads, n) for n in HEADS), *((with_taps, n) for n in (1, 2, 5))]
+    "make, numbers",
+    [
+        *((with_heads, n) for n in HEADS),
+        *((with_decays, n) for n in ((1, 5, 2), (3, 20, 3), (2, 64, 4))),
+        *((with_taps, n) for n in (1, 2, 5)),
+    ],
 )
 def test_passes_of_any_length_have_equal_bits(make, numbers, level):
     ids = [*IDS, *IDS, *IDS, *IDS][:257]
@@ -64,9 +77,10 @@ def test_passes_of_any_length_have_equal_bits(make, numbers, level):
 
 
 @pytest.mark.parametrize("bias", [-200.0, -20.0, 20.0, 200.0])
-def test_gates_stay_finite_where_their_functions_do_not(level, bias):
+@pytest.mark.parametrize("make, numbers", [(with_heads, HEADS[2]), (with_decays, (3, 20, 3))])
+def test_gates_stay_finite_where_their_functions_do_not(level, make, numbers, bias):
     """Decays far from 0 are those of float64."""
-    model = with_heads(HEADS[2])
+    model = make(numbers)
     name = f"blk.0.{DECAY_BIAS}"
     entry = array_entry(np.full(model.tensors[name].shape, bias, np.float32), "f32")
     with Engine.of(replace(model, tensors=model.tensors | {name: entry})) as engine:

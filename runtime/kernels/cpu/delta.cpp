@@ -3,20 +3,22 @@
 #include "state_spans.h"
 
 // A gated delta net; model/delta_net.py has the formula. Letters: G key heads, V value heads, N and M values of a
-// key and of a value head, J taps, C = 2 G N + V M channels.
+// key and of a value head, A decays of a value head, J taps, C = 2 G N + V M channels, R rank.
 struct HsDelta {
-    // [C, D] of the convolution's inputs, [V M, D] of the output's gates, [V, D] of beta, [V, D] of the decay
+    // [C, D] of the convolution's inputs, [V, D] of beta, [V, D] of the decay, [V M, D] of the output's gates; if it is
+    // by row, [G N, D] of queries, [G N, D] of keys, [V M, D] of values, [V, D] of beta
     HsMatrix input[4];
-    HsMatrix output;                        // [D, V M]
-    HsNorm norm;                            // [M]
-    const float *conv, *decay, *step_bias;  // [J, C], oldest first; [V]; [V]
+    HsMatrix low[2], high[2];  // if it is by row: [R, D], and [V A, R] of decays, [V M, R] of gates
+    HsMatrix output;           // [D, V M]
+    HsNorm norm;               // [M]
+    const float *conv, *decay, *step_bias;  // [J, C], oldest first; [V]; [V, A]
     float* state;                           // [num_slots, V, N, M]
     float* inputs;                          // [num_slots, J - 1, C], of the last tokens, oldest first
-    float* kept;                            // [num_kept, C + 2 V], what the recurrence reads of rows
+    float* kept;  // [num_kept, C + V + V A], what the recurrence reads of rows
     int64_t num_key_heads, num_value_heads;
     int64_t key_width, value_width, num_taps, num_slots, num_kept;
     int32_t is_grouped;  // value head h reads key head h / (V / G), else h % G
-    int32_t unused;
+    int32_t is_by_row;   // Kimi Delta Attention: A = N, else A = 1 (DeltaHead)
 };
 
 namespace {
@@ -25,24 +27,27 @@ int64_t delta_channels(const HsDelta& l) {
     return 2 * l.num_key_heads * l.key_width + l.num_value_heads * l.value_width;
 }
 int64_t delta_outputs(const HsDelta& l) { return l.num_value_heads * l.value_width; }
-// Values of a row's projections: inputs of the convolution, gates of the output, two numbers a value head.
-int64_t delta_inputs(const HsDelta& l) {
-    return delta_channels(l) + delta_outputs(l) + 2 * l.num_value_heads;
-}
+int64_t delta_decays(const HsDelta& l) { return l.num_value_heads * (l.is_by_row ? l.key_width : 1); }
+int64_t delta_kept(const HsDelta& l) { return delta_channels(l) + l.num_value_heads + delta_decays(l); }
+// Values of a row's projections: what may be kept (inputs of the convolution, beta, alpha), and gates of the output.
+int64_t delta_inputs(const HsDelta& l) { return delta_kept(l) + delta_outputs(l); }
 
 struct DeltaRoom {
     DeltaRoom(const HsDelta& l, Arena& arena, int64_t max_rows)
         : projected(arena.take<float>(max_rows * delta_inputs(l))),
-          heads(arena.operand(delta_outputs(l), max_rows, form_bit(l.output))) {}
+          heads(arena.operand(delta_outputs(l), max_rows, form_bit(l.output))) {
+        for (int m = 0; l.is_by_row && m < 2; ++m)
+            low[m] = arena.operand(l.low[m].num_rows, max_rows, form_bit(l.high[m]));
+    }
 
-    float* projected;  // [max_rows, delta_inputs]
-    Operand heads;
+    float* projected;       // [max_rows, delta_inputs]
+    Operand heads, low[2];  // low: [max_rows, R]
 };
 
 // From the rows' projections to their heads' outputs.
 void run_delta(const HsDelta& l, const DeltaRoom& room, const OperationCall& call) {
     const int64_t T = call.num_rows, V = l.num_value_heads, N = l.key_width, M = l.value_width;
-    const int64_t of_state = V * N * M, of_kept = delta_channels(l) + 2 * V;
+    const int64_t of_state = V * N * M, of_kept = delta_kept(l);
     const float* x = room.projected;
     const HsRow* row = call.row;
     std::array<int64_t, MAX_ROWS + 1> begin;
@@ -56,7 +61,7 @@ void run_delta(const HsDelta& l, const DeltaRoom& room, const OperationCall& cal
         head.G = l.num_key_heads, head.V = V, head.N = N, head.M = M;
         head.J = l.num_taps, head.C = delta_channels(l), head.R = of_kept;
         head.conv = l.conv, head.decay = l.decay, head.step_bias = l.step_bias;
-        head.norm = l.norm.weight, head.epsilon = l.norm.epsilon;
+        head.norm = l.norm.weight, head.epsilon = l.norm.epsilon, head.is_by_row = l.is_by_row;
         head.scratch = thread_scratch(delta_scratch(N, M));
         head.x = x, head.x_stride = delta_inputs(l);
         head.y = room.heads.row(0) + h * M, head.y_stride = room.heads.size;
@@ -69,10 +74,7 @@ void run_delta(const HsDelta& l, const DeltaRoom& room, const OperationCall& cal
     });
     call.rows(of_kept, [&](int64_t t) {
         if (row[t].keeps < 0) return;
-        const float* inputs = x + t * delta_inputs(l);
-        float* to = l.kept + row[t].keeps * of_kept;
-        to = std::copy_n(inputs, delta_channels(l), to);
-        std::copy_n(inputs + delta_channels(l) + V * M, 2 * V, to);
+        std::copy_n(x + t * delta_inputs(l), of_kept, l.kept + row[t].keeps * of_kept);
     });
 }
 
@@ -87,9 +89,16 @@ class DeltaNet final : public OperationOf<HsDelta, DeltaRoom> {
             if (width < 1 || width > MAX_HEAD_WIDTH) return false;
         if (l.num_value_heads % l.num_key_heads || l.num_taps < 1 || l.num_taps > MAX_TAPS)
             return false;
-        const int64_t V = l.num_value_heads, outputs[] = {delta_channels(l), delta_outputs(l), V, V};
+        const int64_t V = l.num_value_heads, D = v.read_size[0], keys = l.num_key_heads * l.key_width;
+        const int64_t whole[] = {delta_channels(l), V, V, delta_outputs(l)},
+                      by_row[] = {keys, keys, delta_outputs(l), V},
+                      high[] = {delta_decays(l), delta_outputs(l)};
         for (int m = 0; m < 4; ++m)
-            if (!::fits(l.input[m], outputs[m], v.read_size[0])) return false;
+            if (!::fits(l.input[m], (l.is_by_row ? by_row : whole)[m], D)) return false;
+        for (int m = 0; l.is_by_row && m < 2; ++m)
+            if (const int64_t R = l.low[m].num_rows;
+                R < 1 || !::fits(l.low[m], R, D) || !::fits(l.high[m], high[m], R))
+                return false;
         return ::fits(l.output, v.written_size[0], delta_outputs(l)) && l.norm.weight && !l.norm.bias &&
                l.conv && l.decay && l.step_bias && l.state && (l.inputs || l.num_taps == 1) &&
                fits_kept(l.kept, l.num_kept);
@@ -98,13 +107,20 @@ class DeltaNet final : public OperationOf<HsDelta, DeltaRoom> {
     uint32_t forms_of(const HsDelta& l, int) const override {
         uint32_t forms = 0;
         for (const HsMatrix& m : l.input) forms |= form_bit(m);
+        for (int m = 0; l.is_by_row && m < 2; ++m) forms |= form_bit(l.low[m]);
         return forms;
     }
 
     StateRooms rooms_of(const HsDelta& l) const override { return {l.num_slots, l.num_kept}; }
 
     void compute(const HsDelta& l, DeltaRoom& room, const OperationCall& call) const override {
-        call.multiply(l.input, 4, *call.read[0], room.projected, delta_inputs(l));
+        const int64_t stride = delta_inputs(l), alpha = delta_channels(l) + l.num_value_heads;
+        call.multiply(l.input, 4, *call.read[0], room.projected, stride);
+        for (int m = 0; l.is_by_row && m < 2; ++m) {
+            call.multiply(l.low[m], *call.read[0], room.low[m].f32);
+            call.multiply(&l.high[m], 1, room.low[m], room.projected + (m ? delta_kept(l) : alpha),
+                          stride);
+        }
         call.ended(TIMED_INPUTS);
         run_delta(l, room, call);
         call.ended(TIMED_ATTEND);

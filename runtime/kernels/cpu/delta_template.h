@@ -6,6 +6,7 @@
 //   q, k = sums over n of q[n] S[n], k[n] S[n]     in order of n, of the state before the row
 //   d    = beta (v - decay k),  o = decay q + (q . k) d
 //   S[n] = decay S[n] + k[n] d                     in the same pass as the sums of the next row
+// With a decay of each row n of the state, that multiplies q[n] and k[n] of the sums in place of these.
 // Every value is computed in the same order whatever the number of rows, so a row's bits do not depend on how rows
 // are divided into passes.
 
@@ -56,14 +57,14 @@ struct DeltaSums {
     }
 };
 
-// What a row does to V vectors of columns of the state.
-template <int V>
+// What a row does to V vectors of columns of the state, of which R: each row has a decay.
+template <int V, bool R>
 struct DeltaUpdate {
     Floats decay, delta[V];
-    const float* k;
+    const float *k, *decays;  // [N]
 
     inline Floats apply(int v, Floats state, int64_t n) const {
-        return multiply_add(broadcast(k[n]), delta[v], decay * state);
+        return multiply_add(broadcast(k[n]), delta[v], (R ? broadcast(decays[n]) : decay) * state);
     }
 };
 
@@ -90,8 +91,8 @@ inline void sum_state(const float* state, int64_t stride, int64_t N, const float
 }
 
 // The same for the row after `update`, which it applies to the state.
-template <int V>
-inline void update_and_sum(float* state, int64_t N, const DeltaUpdate<V>& update, const float* q,
+template <int V, bool R>
+inline void update_and_sum(float* state, int64_t N, const DeltaUpdate<V, R>& update, const float* q,
                            const float* k, DeltaSums<V>& sums) {
     sums.clear();
     for (int64_t n = 0; n < N; ++n)
@@ -119,8 +120,8 @@ struct SlotStore {
 };
 
 // to = the state after `update`, in a slot with rows of M values
-template <int V>
-inline void copy_updated(const float* state, int64_t stride, int64_t N, const DeltaUpdate<V>& update,
+template <int V, bool R>
+inline void copy_updated(const float* state, int64_t stride, int64_t N, const DeltaUpdate<V, R>& update,
                          float* to, int64_t M, StateAhead<V> ahead) {
     const SlotStore slot(to, M);
     for (int64_t n = 0; n < N; ++n) {
@@ -133,9 +134,9 @@ inline void copy_updated(const float* state, int64_t stride, int64_t N, const De
 
 // Rows of a head, at most DELTA_ROWS, after the convolution.
 struct DeltaChunk {
-    const float *q, *k;                // [rows, N], normed
+    const float *q, *k, *update_k;     // [rows, N], normed; q and k of the sums, and k of the updates
     const float* v;                    // [rows, padded_delta(M)]
-    const float *decay, *beta, *both;  // [rows]; both: q . k
+    const float *decay, *beta, *both;  // [rows, A]; [rows]; both: q . k
     int64_t rows, N, M;
     float* y;  // row t's output begins at y + t * y_stride
     int64_t y_stride;
@@ -144,10 +145,11 @@ struct DeltaChunk {
 };
 
 // Writes columns m .. of row t's output, and returns its update of the state.
-template <int V>
-inline DeltaUpdate<V> delta_of(const DeltaChunk& c, int64_t t, int64_t m, const DeltaSums<V>& sums) {
-    DeltaUpdate<V> update;
-    update.decay = broadcast(c.decay[t]), update.k = c.k + t * c.N;
+template <int V, bool R>
+inline DeltaUpdate<V, R> delta_of(const DeltaChunk& c, int64_t t, int64_t m, const DeltaSums<V>& sums) {
+    DeltaUpdate<V, R> update;
+    update.decays = c.decay + t * c.N, update.k = c.update_k + t * c.N;
+    update.decay = broadcast(R ? 1.0f : c.decay[t]);
     for (int v = 0; v < V; ++v) {
         const Floats value = load_floats(c.value(t) + m + v * LANES);
         update.delta[v] = broadcast(c.beta[t]) * (value - update.decay * sums.k[v]);
@@ -159,7 +161,7 @@ inline DeltaUpdate<V> delta_of(const DeltaChunk& c, int64_t t, int64_t m, const 
 }
 
 // The only row of a head, from state to state; whole vectors of columns from m on. `then`: state that is read next.
-template <int V>
+template <int V, bool R>
 inline void run_row(const DeltaChunk& c, int64_t m, const float* state, int64_t stride, float* after,
                     const float* then) {
     DeltaSums<V> sums;
@@ -167,17 +169,17 @@ inline void run_row(const DeltaChunk& c, int64_t m, const float* state, int64_t 
     const StateAhead<V> first = {then ? then + m * c.N : nullptr},
                         second = {then ? first.next + half : nullptr};
     sum_state<V>(state + (stride ? m : 0), stride, c.N, c.q, c.k, sums, first);
-    const DeltaUpdate<V> update = delta_of<V>(c, 0, m, sums);
+    const DeltaUpdate<V, R> update = delta_of<V, R>(c, 0, m, sums);
     if (after) copy_updated<V>(state + (stride ? m : 0), stride, c.N, update, after + m, c.M, second);
 }
 
 // A block of columns [N, V * LANES] through all rows, in place.
-template <int V>
+template <int V, bool R>
 inline void run_block(const DeltaChunk& c, int64_t m, float* block) {
     DeltaSums<V> sums;
     sum_state<V>(block, V * LANES, c.N, c.q, c.k, sums);
     for (int64_t t = 0;; ++t) {
-        const DeltaUpdate<V> update = delta_of<V>(c, t, m, sums);
+        const DeltaUpdate<V, R> update = delta_of<V, R>(c, t, m, sums);
         if (t + 1 < c.rows) {
             update_and_sum<V>(block, c.N, update, c.q + (t + 1) * c.N, c.k + (t + 1) * c.N, sums);
             continue;
@@ -215,6 +217,7 @@ inline void store_block(const float* block, const DeltaChunk& c, int64_t m, floa
 }
 
 // The head's state through the rows of a chunk.
+template <bool R>
 inline void run_columns(const DeltaHead& d, const DeltaChunk& c, float* blocks, bool is_first,
                         bool is_last) {
     const int64_t vectors = (c.M + LANES - 1) / LANES;
@@ -223,14 +226,14 @@ inline void run_columns(const DeltaHead& d, const DeltaChunk& c, float* blocks, 
         const float* state = d.state ? d.state : nothing;
         const float* then = d.state && d.value_head + 1 < d.V ? d.state + c.N * c.M : nullptr;
         in_steps<DELTA_VECTORS_OF_ROW, 2, 1>(0, vectors, [&](auto count, int64_t v) {
-            run_row<count>(c, v * LANES, state, d.state ? c.M : 0, d.next_state, then);
+            run_row<count, R>(c, v * LANES, state, d.state ? c.M : 0, d.next_state, then);
         });
         return;
     }
     in_steps<DELTA_VECTORS, 1>(0, vectors, [&](auto count, int64_t v) {
         float* block = blocks + v * LANES * c.N;
         if (is_first) load_block<count>(d.state, c, v * LANES, block);
-        run_block<count>(c, v * LANES, block);
+        run_block<count, R>(c, v * LANES, block);
         if (is_last && d.next_state) store_block<count>(block, c, v * LANES, d.next_state);
     });
 }
@@ -276,22 +279,29 @@ inline void norm_to(float factor, int64_t n, float* x) {
     for (int64_t i = 0; i < n; ++i) x[i] *= factor;
 }
 
-// y = the RMS norm of y [M], times silu(z)
+// y = the RMS norm of y [M], times silu(z), or sigmoid(z)
 inline void norm_and_gate(const DeltaHead& d, const float* z, float* y) {
     rms_norm(y, d.norm, d.epsilon, d.M, y);
     for (int64_t i = 0; i < d.M; i += LANES) {
         const Floats gate = load_some_floats(z + i, d.M - i);
-        const Floats out = load_some_floats(y + i, d.M - i) * (gate * sigmoid_of(gate));
-        store_some_floats(y + i, out, d.M - i);
+        const Floats factor = d.is_by_row ? sigmoid_of(gate) : gate * sigmoid_of(gate);
+        store_some_floats(y + i, load_some_floats(y + i, d.M - i) * factor, d.M - i);
     }
+}
+
+// Decays of a row's state, from alpha + bias.
+inline void decays_of(float rate, int64_t n, float* alpha) {
+    map(alpha, n, [&](Floats a) { return exp_of(broadcast(rate) * softplus_of(a)); });
 }
 
 void delta_head(const DeltaHead& d) {
     const int64_t padded = padded_delta(d.M), h = d.value_head, g = d.key_head, end = d.begin + d.T;
     float *q = d.scratch, *k = q + DELTA_ROWS * d.N, *v = k + DELTA_ROWS * d.N,
-          *blocks = v + DELTA_ROWS * padded, *no_output = blocks + d.N * padded;
+          *blocks = v + DELTA_ROWS * padded, *no_output = blocks + d.N * padded,
+          *decay = no_output + padded, *update_k = d.is_by_row ? decay + DELTA_ROWS * d.N : k;
     const float root = 1.0f / __builtin_sqrtf(static_cast<float>(d.N));
-    alignas(64) float decay[DELTA_ROWS], beta[DELTA_ROWS], both[DELTA_ROWS];
+    alignas(64) float beta[DELTA_ROWS], both[DELTA_ROWS];
+    const int64_t A = d.A();
     for (int64_t t0 = d.begin, rows; t0 < end; t0 += rows) {
         const bool is_again = d.is_again(t0);
         rows = (is_again && d.num_again < end ? d.num_again : end) - t0;
@@ -305,16 +315,20 @@ void delta_head(const DeltaHead& d) {
             norm_to(1.0f, d.N, k_N);
             both[r] = sum_of(d.N, [=](int64_t i) { return q_N[i] * k_N[i]; });
             beta[r] = d.gates(t0 + r)[h];
-            decay[r] = d.gates(t0 + r)[d.V + h] + d.step_bias[h];
+            const float* alpha = d.gates(t0 + r) + d.V + h * A;
+            for (int64_t n = 0; n < A; ++n) decay[r * A + n] = alpha[n] + d.step_bias[h * A + n];
         }
         map(beta, rows, [](Floats b) { return sigmoid_of(b); });
-        map(decay, rows, [&](Floats a) { return exp_of(broadcast(d.decay[h]) * softplus_of(a)); });
+        decays_of(d.decay[h], rows * A, decay);
+        for (int64_t i = 0; d.is_by_row && i < rows * A; ++i)
+            update_k[i] = k[i], q[i] *= decay[i], k[i] *= decay[i];
         float* y = is_again ? no_output : d.y + (t0 - d.num_again) * d.y_stride;
         const int64_t y_stride = is_again ? 0 : d.y_stride;
-        run_columns(d, {q, k, v, decay, beta, both, rows, d.N, d.M, y, y_stride}, blocks, t0 == d.begin,
-                    t0 + rows == end);
+        const DeltaChunk chunk = {q, k, update_k, v, decay, beta, both, rows, d.N, d.M, y, y_stride};
+        (d.is_by_row ? run_columns<true> : run_columns<false>)(d, chunk, blocks, t0 == d.begin,
+                                                               t0 + rows == end);
         for (int64_t r = 0; r < rows && !is_again; ++r)
-            norm_and_gate(d, d.row(t0 + r) + d.C + h * d.M, y + r * y_stride);
+            norm_and_gate(d, d.gates(t0 + r) + d.V + d.V * A + h * d.M, y + r * y_stride);
     }
     keep_inputs(d, 2 * d.G * d.N + h * d.M, d.M);
     if (d.stores_key) keep_inputs(d, g * d.N, d.N), keep_inputs(d, (d.G + g) * d.N, d.N);

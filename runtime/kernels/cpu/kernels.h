@@ -356,18 +356,22 @@ struct HeadRows {
     }
 };
 
-// A value head of a gated delta net. Letters: G key heads, V value heads, N and M values of a key and of a value head.
-// The channels are q [G, N], k [G, N], v [V, M]; the others kept, beta [V] and alpha [V], are before their functions.
+// A value head of a gated delta net. Letters: G key heads, V value heads, N and M values of a key and of a value head,
+// A decays of a value head. The channels are q [G, N], k [G, N], v [V, M]; beta [V] and alpha [V, A], which are kept too,
+// are before their functions, and z [V, M] is behind them in rows that are not kept.
 struct DeltaHead : HeadRows {
     int64_t value_head, key_head;
     bool stores_key;  // the key head's inputs too; one value head of a key head does
     int64_t G, V, N, M;
-    const float *decay, *step_bias;  // [V], which is -exp(A); [V]
+    const float *decay, *step_bias;  // [V], below zero; [V, A]
     const float* norm;               // [M], of the output
     float epsilon;
+    // Kimi Delta Attention (arXiv 2510.26692): a decay of each row of the state, A = N, and gates by sigmoid; else A = 1,
+    // and gates by silu.
+    bool is_by_row;
 
-    // beta and alpha; in rows that are not kept, z [V, M] is before them.
-    const float* gates(int64_t t) const { return row(t) + C + (is_again(t) ? 0 : V * M); }
+    int64_t A() const { return is_by_row ? N : 1; }
+    const float* gates(int64_t t) const { return row(t) + C; }  // beta and alpha
 };
 
 // A head of Mamba-2. Letters: H heads, G groups, P values of a head, N of a state. The channels are x [H, P],
@@ -383,7 +387,7 @@ constexpr int64_t DELTA_ROWS = 16;  // rows taken at a time
 constexpr int64_t MAX_TAPS = 16;
 inline int64_t padded_delta(int64_t M) { return (M + 15) / 16 * 16; }
 inline int64_t delta_scratch(int64_t N, int64_t M) {
-    return DELTA_ROWS * (2 * N + padded_delta(M)) + (N + 1) * padded_delta(M);
+    return DELTA_ROWS * (4 * N + padded_delta(M)) + (N + 1) * padded_delta(M);
 }
 inline int64_t mamba2_scratch(int64_t N, int64_t P) {
     return DELTA_ROWS * (2 * N + 2 * padded_delta(P)) + N * padded_delta(P);

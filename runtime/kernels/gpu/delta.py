@@ -18,9 +18,11 @@ int32: the slot that takes the state after a row, or -1; no run reads it. Runs d
 in none of them is not computed. Triton takes a power of 2 of runs. The references compute token by
 token, as the equations stand, with a state in f32 between them.
 
+In Kimi Delta Attention (arXiv 2510.26692) each row of a state has a decay of its own.
+
 Letters: T rows, R runs of rows, S slots, C channels (queries, keys and values), J taps, W values of
 a row's projections, X of its inputs of the recurrence, G key heads, V value heads, N width of a key
-head, M of a value head."""
+head, M of a value head, A decays: one for each value head, or N."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,18 +43,25 @@ _COLUMNS = 16
 class DeltaSizes:
     key_heads: int
     value_heads: int
+    decays: int
     key_width: int
     value_width: int
 
     @classmethod
     def of(
-        cls, projected_TW: Tensor, taps_CJ: Tensor, step_bias_V: Tensor, key_heads: int
+        cls,
+        projected_TW: Tensor,
+        taps_CJ: Tensor,
+        step_bias_A: Tensor,
+        rate_V: Tensor,
+        key_heads: int,
     ) -> "DeltaSizes":
-        channels, value_heads = len(taps_CJ), len(step_bias_V)
-        value_width = (projected_TW.shape[-1] - channels) // value_heads - 2
+        channels, value_heads, decays = len(taps_CJ), len(rate_V), len(step_bias_A)
+        value_width = (projected_TW.shape[-1] - channels - decays) // value_heads - 1
         return cls(
             key_heads=key_heads,
             value_heads=value_heads,
+            decays=decays,
             key_width=(channels - value_heads * value_width) // (2 * key_heads),
             value_width=value_width,
         )
@@ -63,14 +72,14 @@ class DeltaSizes:
 
     @property
     def projected(self) -> int:
-        """W: the channels, the gates of the output, then for each value head two numbers, of the
-        strength of an update and of its step."""
-        return self.channels + self.value_heads * (self.value_width + 2)
+        """W: the channels, of each value head the strength of an update, of each decay the step,
+        and the gates of the output."""
+        return self.mixed + self.value_heads * self.value_width
 
     @property
     def mixed(self) -> int:
-        """X: queries, keys and values, then for each value head the strength and the decay."""
-        return self.channels + 2 * self.value_heads
+        """X: queries, keys and values, the strengths and the decays."""
+        return self.channels + self.value_heads + self.decays
 
 
 @gpu_kernel(
@@ -82,7 +91,7 @@ class DeltaSizes:
 def convolve(
     projected_TW: Tensor,
     taps_CJ: Tensor,
-    step_bias_V: Tensor,
+    step_bias_A: Tensor,
     rate_V: Tensor,
     conv_SJC: Tensor,
     run_R3: Tensor,
@@ -97,9 +106,9 @@ def convolve(
     state."""
 
     def reference() -> None:
-        s = DeltaSizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
+        s = DeltaSizes.of(projected_TW, taps_CJ, step_bias_A, rate_V, num_key_heads)
         rows_TW, out_TX = projected_TW.view(-1, s.projected), mixed_TX.view(-1, s.mixed)
-        keys, gates = s.key_heads * s.key_width, s.value_heads * s.value_width
+        keys, rate_A = s.key_heads * s.key_width, _of_decays(rate_V, s.decays)
         for rows, before_JC in runs_ref(run_R3, conv_SJC):
             row_TW = rows_TW[rows].double()
             x_TC = torch.cat([before_JC.double(), row_TW[:, : s.channels]])
@@ -110,19 +119,20 @@ def convolve(
             query, key = (
                 x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key)
             )
-            strength_TV, step_TV = row_TW[:, s.channels + gates :].chunk(2, 1)
-            step_TV = (step_TV + step_bias_V).exp().log1p()
+            gates_TX = row_TW[:, s.channels : s.mixed]
+            strength_TV, step_TA = gates_TX.split([s.value_heads, s.decays], dim=1)
+            step_TA = (step_TA + step_bias_A).exp().log1p()
             parts = [
                 query.flatten(1) / s.key_width**0.5,
                 key.flatten(1),
                 value,
                 strength_TV.sigmoid(),
-                (rate_V * step_TV).exp(),
+                (rate_A * step_TA).exp(),
             ]
             out_TX[rows] = torch.cat(parts, dim=1).to(out_TX.dtype)
 
     def launch() -> None:
-        sizes = DeltaSizes.of(projected_TW, taps_CJ, step_bias_V, num_key_heads)
+        sizes = DeltaSizes.of(projected_TW, taps_CJ, step_bias_A, rate_V, num_key_heads)
         for each in (projected_TW, taps_CJ, conv_SJC, run_R3, mixed_TX):
             assert each.is_contiguous(), each.stride()
         num_taps, num_rows = taps_CJ.shape[1], mixed_TX.numel() // sizes.mixed
@@ -131,7 +141,7 @@ def convolve(
         _convolve[(2 * sizes.key_heads + sizes.value_heads, num_rows)](
             projected_TW,
             taps_CJ,
-            step_bias_V,
+            step_bias_A,
             rate_V,
             conv_SJC,
             run_R3,
@@ -141,6 +151,7 @@ def convolve(
             VALUE_HEADS=sizes.value_heads,
             KEY_WIDTH=sizes.key_width,
             VALUE_WIDTH=sizes.value_width,
+            DECAYS=sizes.decays // sizes.value_heads,
             QUERY_SCALE=sizes.key_width**-0.5,
             TAPS=num_taps,
             RUNS=len(run_R3),
@@ -167,26 +178,28 @@ def delta_rule(
     num_key_heads: int,
     *,
     is_grouped: bool,
+    is_by_row: bool,
 ) -> Versions:
     """For each row of a run, in order, and each value head h, which reads key head h % G or, if
     `is_grouped`, h // (V / G), with its state S: S *= decay; S += k (strength (v - S^T k))^T; out
-    = S^T q."""
+    = S^T q. `is_by_row`: each row of S has a decay."""
 
     def reference() -> None:
         _, value_heads, key_width, value_width = state_SVNM.shape
         keys, values = num_key_heads * key_width, value_heads * value_width
-        row_TX = mixed_TX.view(-1, 2 * keys + values + 2 * value_heads)
+        decays = value_heads * (key_width if is_by_row else 1)
+        row_TX = mixed_TX.view(-1, 2 * keys + values + value_heads + decays)
         result_TVM = out_TVM.view(-1, value_heads, value_width)
         head_V = torch.arange(value_heads, device=mixed_TX.device)
         head_V = head_V // (value_heads // num_key_heads) if is_grouped else head_V % num_key_heads
         for rows, before_VNM in runs_ref(run_R3, state_SVNM):
             state_VNM = before_VNM.double()
             for row in range(rows.start, rows.stop):
-                query, key, value, strength_V, decay_V = (
-                    row_TX[row].double().split([keys, keys, values, value_heads, value_heads])
+                query, key, value, strength_V, decay_A = (
+                    row_TX[row].double().split([keys, keys, values, value_heads, decays])
                 )
                 query_VN, key_VN = (x.view(num_key_heads, -1)[head_V] for x in (query, key))
-                state_VNM = state_VNM * decay_V[:, None, None]
+                state_VNM = state_VNM * decay_A.view(value_heads, -1, 1)
                 held_VM = torch.einsum("vnm,vn->vm", state_VNM, key_VN)
                 delta_VM = strength_V[:, None] * (value.view(value_heads, -1) - held_VM)
                 state_VNM = state_VNM + key_VN[:, :, None] * delta_VM[:, None]
@@ -212,6 +225,7 @@ def delta_rule(
             KEY_WIDTH=key_width,
             VALUE_WIDTH=value_width,
             IS_GROUPED=is_grouped,
+            DECAYS=key_width if is_by_row else 1,
             KEY_BLOCK=power_of_2(key_width),
             COLUMNS=columns,
             **overlap_options(),
@@ -222,16 +236,18 @@ def delta_rule(
 
 
 @gpu_kernel(reads=("projected_TW", "out_TVM"), writes=("out_TVM",))
-def gate_norm(out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: float) -> Versions:
-    """out = RMS norm of each head of out, times silu of its gates."""
+def gate_norm(
+    out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: float, *, is_sigmoid: bool
+) -> Versions:
+    """out = RMS norm of each head of out, times silu of its gates, the last values of `projected`;
+    `is_sigmoid`: times their sigmoid."""
 
     def reference() -> None:
         heads, width = out_TVM.shape[-2:]
-        channels = projected_TW.shape[-1] - heads * (width + 2)
-        gate = projected_TW[..., channels : channels + heads * width].double().view(out_TVM.shape)
+        gate = projected_TW[..., -heads * width :].double().reshape(out_TVM.shape)
         value = out_TVM.double()
         value = value * (value.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight_M
-        out_TVM.copy_(value * torch.nn.functional.silu(gate))
+        out_TVM.copy_(value * (gate.sigmoid() if is_sigmoid else torch.nn.functional.silu(gate)))
 
     def launch() -> None:
         assert out_TVM.is_contiguous() and projected_TW.is_contiguous(), out_TVM.stride()
@@ -242,15 +258,21 @@ def gate_norm(out_TVM: Tensor, projected_TW: Tensor, weight_M: Tensor, epsilon: 
             projected_TW,
             weight_M,
             float(epsilon),
-            CHANNELS=projected_TW.numel() // num_rows - heads * (width + 2),
+            BEFORE=projected_TW.numel() // num_rows - heads * width,
             HEADS=heads,
             WIDTH=width,
+            IS_SIGMOID=is_sigmoid,
             BLOCK=power_of_2(width),
             **overlap_options(),
             num_warps=1,
         )
 
     return reference, launch
+
+
+def _of_decays(x_V: Tensor, decays: int) -> Tensor:
+    """A number of each value head, for each of its decays."""
+    return x_V.repeat_interleave(decays // len(x_V))
 
 
 def runs_ref(run_R3: Tensor, state_SX: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -336,16 +358,18 @@ def _convolve(
     VALUE_HEADS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    DECAYS: tl.constexpr,
     QUERY_SCALE: tl.constexpr,
     TAPS: tl.constexpr,
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program per row and head of queries, keys or values."""
+    """One program per row and head of queries, keys or values. DECAYS: of a value head."""
     VALUES: tl.constexpr = 2 * KEY_HEADS * KEY_WIDTH  # the first channel of values
     CHANNELS: tl.constexpr = VALUES + VALUE_HEADS * VALUE_WIDTH
-    GATES: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_WIDTH
+    MIXED: tl.constexpr = CHANNELS + VALUE_HEADS * (1 + DECAYS)
+    PROJECTED: tl.constexpr = MIXED + VALUE_HEADS * VALUE_WIDTH
     admit_next(OVERLAPS)
     await_last(OVERLAPS)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -358,13 +382,13 @@ def _convolve(
         in_head = column < tl.where(is_key, KEY_WIDTH, VALUE_WIDTH)
         begin = tl.where(is_key, head * KEY_WIDTH, VALUES + value_head * VALUE_WIDTH)
         channel = begin + column
-        projected += row * (GATES + 2 * VALUE_HEADS)
-        mixed += row * (CHANNELS + 2 * VALUE_HEADS)
+        projected += row * PROJECTED
+        mixed += row * MIXED
         total = tl.zeros([BLOCK], tl.float32)
         for tap in tl.static_range(TAPS):
             old = row - first + tap  # the place in the slot of a row before the run
             is_here = old >= TAPS - 1
-            at = projected + (tap - TAPS + 1) * (GATES + 2 * VALUE_HEADS) + channel
+            at = projected + (tap - TAPS + 1) * PROJECTED + channel
             here = tl.load(at, mask=in_head & is_here, other=0.0)
             value = value_at_tap(
                 here, is_here, old, conv, source, target, channel, in_head, tap, TAPS, CHANNELS
@@ -376,12 +400,19 @@ def _convolve(
             if head < KEY_HEADS:
                 total *= QUERY_SCALE
         else:
-            strength = tl.load(projected + GATES + value_head)
-            step = tl.load(projected + GATES + VALUE_HEADS + value_head)
-            step = softplus(step + tl.load(step_bias + value_head))
-            gates = mixed + CHANNELS + value_head
-            tl.store(gates, 1.0 / (1.0 + tl.exp(-strength)))
-            tl.store(gates + VALUE_HEADS, tl.exp(tl.load(rate + value_head) * step))
+            strength = tl.load(projected + CHANNELS + value_head)
+            tl.store(mixed + CHANNELS + value_head, 1.0 / (1.0 + tl.exp(-strength)))
+            own = value_head * DECAYS
+            first_decay = CHANNELS + VALUE_HEADS + own
+            if DECAYS == 1:
+                step = softplus(tl.load(projected + first_decay) + tl.load(step_bias + own))
+                tl.store(mixed + first_decay, tl.exp(tl.load(rate + value_head) * step))
+            else:
+                has_decay = column < DECAYS
+                step = tl.load(projected + first_decay + column, mask=has_decay, other=0.0)
+                step += tl.load(step_bias + own + column, mask=has_decay, other=0.0)
+                decay = tl.exp(tl.load(rate + value_head) * softplus(step))
+                tl.store(mixed + first_decay + column, decay, mask=has_decay)
         tl.store(mixed + channel, total, mask=in_head)
 
 
@@ -397,6 +428,7 @@ def _delta_rule(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     IS_GROUPED: tl.constexpr,
+    DECAYS: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -405,6 +437,7 @@ def _delta_rule(
     KEYS: tl.constexpr = KEY_HEADS * KEY_WIDTH  # the first value of keys
     VALUES: tl.constexpr = 2 * KEYS
     GATES: tl.constexpr = VALUES + VALUE_HEADS * VALUE_WIDTH
+    MIXED: tl.constexpr = GATES + VALUE_HEADS * (1 + DECAYS)
     PARTS: tl.constexpr = (VALUE_WIDTH + COLUMNS - 1) // COLUMNS
     admit_next(OVERLAPS)
     head = tl.program_id(0) // PARTS
@@ -420,12 +453,14 @@ def _delta_rule(
     is_read_NM = is_live_NM & (count > 0) & (source >= 0)
     state_NM = tl.load(state + source * size + place_NM, mask=is_read_NM, other=0.0)
     await_last(OVERLAPS)
-    mixed += first * (GATES + 2 * VALUE_HEADS)
+    mixed += first * MIXED
     out += (first * VALUE_HEADS + head) * VALUE_WIDTH
     key_head = head // (VALUE_HEADS // KEY_HEADS) if IS_GROUPED else head % KEY_HEADS
     query = mixed + key_head * KEY_WIDTH
     value = mixed + VALUES + head * VALUE_WIDTH
     gates = mixed + GATES + head
+    # One number, or one of each row of the state, as a column.
+    decays = mixed + GATES + VALUE_HEADS + head * DECAYS + (row_N[:, None] if DECAYS > 1 else 0)
     writes += first
     # A row's values are loaded while the row before is computed.
     is_next = count > 0
@@ -433,19 +468,21 @@ def _delta_rule(
     key_N = tl.load(query + KEYS + row_N, mask=in_key_N & is_next, other=0.0)
     value_M = tl.load(value + column_M, mask=in_head_M & is_next, other=0.0)
     strength = tl.load(gates, mask=is_next, other=0.0)
-    decay = tl.load(gates + VALUE_HEADS, mask=is_next, other=0.0)
+    has_decay = in_key_N[:, None] if DECAYS > 1 else True
+    decay = tl.load(decays, mask=has_decay & is_next, other=0.0)
     number = 0
     while number < count:
-        query += GATES + 2 * VALUE_HEADS
-        value += GATES + 2 * VALUE_HEADS
-        gates += GATES + 2 * VALUE_HEADS
+        query += MIXED
+        value += MIXED
+        gates += MIXED
+        decays += MIXED
         number += 1
         is_next = number < count
         next_query_N = tl.load(query + row_N, mask=in_key_N & is_next, other=0.0)
         next_key_N = tl.load(query + KEYS + row_N, mask=in_key_N & is_next, other=0.0)
         next_value_M = tl.load(value + column_M, mask=in_head_M & is_next, other=0.0)
         next_strength = tl.load(gates, mask=is_next, other=0.0)
-        next_decay = tl.load(gates + VALUE_HEADS, mask=is_next, other=0.0)
+        next_decay = tl.load(decays, mask=has_decay & is_next, other=0.0)
         state_NM *= decay
         # The output is that of the new state: S^T q + (k . q) delta, which need not wait for delta.
         held_M = tl.sum(state_NM * key_N[:, None], axis=0)
@@ -469,9 +506,10 @@ def _gate_norm(
     projected,
     weight,
     epsilon,
-    CHANNELS: tl.constexpr,
+    BEFORE: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -482,10 +520,11 @@ def _gate_norm(
     column = tl.arange(0, BLOCK)
     in_head = column < WIDTH
     out += (row * HEADS + head) * WIDTH
-    projected += row * (CHANNELS + HEADS * WIDTH + 2 * HEADS) + CHANNELS + head * WIDTH
+    projected += row * (BEFORE + HEADS * WIDTH) + BEFORE + head * WIDTH
     value = tl.load(out + column, mask=in_head, other=0.0)
     gate = tl.load(projected + column, mask=in_head, other=0.0)
     scale = tl.load(weight + column, mask=in_head, other=0.0)
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + epsilon)
     tl.debug_barrier()  # in place: all threads must have loaded before any stores
-    tl.store(out + column, value * scale * (gate / (1.0 + tl.exp(-gate))), mask=in_head)
+    gate = (1.0 if IS_SIGMOID else gate) / (1.0 + tl.exp(-gate))
+    tl.store(out + column, value * scale * gate, mask=in_head)

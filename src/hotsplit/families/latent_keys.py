@@ -96,14 +96,16 @@ def sizes_of_keys(read: KeyReader) -> tuple[KeyReader, Sizes]:
     return own, own.sizes(is_partly_rotated=True)
 
 
-def latent_of_keys(read: KeyReader, sizes: Sizes, *, epsilon: float | None = None) -> Latent:
-    """The projections. Files without lengths of their own for them have the heads' as the usual
-    ones."""
+def latent_of_keys(
+    read: KeyReader, sizes: Sizes, *, epsilon: float | None = None, layer: int = 0
+) -> Latent:
+    """The projections, as `layer` has them. Files without lengths of their own for them have the
+    heads' as the usual ones."""
     name, is_old = read.graph.name, f"{read.graph.name}.attention.key_length_mla" not in read.keys
     end = "" if is_old else "_mla"
     rotated, key = (read.count("rope.dimension_count"), read.count(f"attention.key_length{end}"))
     default = None if not is_old else sizes.hidden_size // sizes.num_heads
-    has_rank = f"blk.0.{QUERY}.weight" not in read.tensors
+    has_rank = f"blk.{layer}.{QUERY}.weight" not in read.tensors
     rank_key = "attention.q_lora_rank"
     has_rank = has_rank and f"{name}.{rank_key}" in read.keys
     if key <= rotated:

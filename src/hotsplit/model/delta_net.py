@@ -1,4 +1,4 @@
-"""The gated delta net as a block of a layer (hotsplit.model.spec)."""
+"""Gated delta nets as a block of a layer (hotsplit.model.spec)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from hotsplit.model.operations import Recurrent
 
 # llama.cpp's names.
 CONV, DECAY, DECAY_BIAS, DELTA_NORM = "ssm_conv1d.weight", "ssm_a", "ssm_dt.bias", "ssm_norm"
+CONVS = tuple(f"ssm_conv1d_{which}.weight" for which in "qkv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class DeltaNet(Recurrent):
     kind: ClassVar[str] = "delta"
     room: ClassVar[str] = "delta"
     output: ClassVar[str] = "ssm_out"
+    # Matrices that multiply the input, and those that multiply what the last of these give.
+    matrices: ClassVar[tuple[str, ...]] = ("attn_qkv", "ssm_beta", "ssm_alpha", "attn_gate")
+    high: ClassVar[tuple[str, ...]] = ()
     # Five products; the convolution with the norms of queries and keys; the states; the gated norm.
     num_kernels: ClassVar[int] = 8
     num_key_heads: int
@@ -63,12 +67,16 @@ class DeltaNet(Recurrent):
         return 2 * self.key_size + self.value_size
 
     @property
+    def num_decays(self) -> int:
+        return self.num_value_heads
+
+    @property
     def projected_size(self) -> int:
-        return self.num_channels + self.value_size + 2 * self.num_value_heads
+        return self.kept_size + self.value_size
 
     @property
     def mixed_size(self) -> int:
-        """A token's values that the recurrence reads: channels, beta and decay of value heads."""
+        """A token's values that the recurrence reads: channels, beta and decays of value heads."""
         return self.kept_size
 
     @property
@@ -80,7 +88,7 @@ class DeltaNet(Recurrent):
     @property
     def kept_size(self) -> int:
         """The convolution's inputs, beta and alpha."""
-        return self.num_channels + 2 * self.num_value_heads
+        return self.num_channels + self.num_value_heads + self.num_decays
 
     def shapes(self, hidden_size: int) -> Shapes:
         count = self.num_value_heads
@@ -100,3 +108,51 @@ class DeltaNet(Recurrent):
     def facts(self) -> Mapping[str, str]:
         states = f"{self.num_value_heads} states of {self.key_head_dim} x {self.value_head_dim}"
         return {"delta nets": f"{states}, {self.num_key_heads} for keys"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDelta(DeltaNet):
+    """Kimi Delta Attention (arXiv 2510.26692): a gated delta net with a decay of each row of a
+    state, and a query and a key of each head.
+
+        u_C = attn_q x, attn_k x, attn_v x, with a convolution each
+        decay_VN = exp(ssm_a_V * softplus(ssm_f_b ssm_f_a x + ssm_dt.bias));  S = diag(decay_N) S
+        y_D = attn_output (RMSnorm_M(o; ssm_norm, epsilon) * sigmoid(ssm_g_b ssm_g_a x))
+
+    and the rest as above. The rank of the last two products is N."""
+
+    output: ClassVar[str] = "attn_output"
+    matrices: ClassVar[tuple[str, ...]] = (
+        *("attn_q", "attn_k", "attn_v", "ssm_beta"),
+        *("ssm_f_a", "ssm_g_a"),
+    )
+    high: ClassVar[tuple[str, ...]] = ("ssm_f_b", "ssm_g_b")
+    num_kernels: ClassVar[int] = 12  # nine products
+
+    @property
+    def num_decays(self) -> int:
+        return self.num_value_heads * self.key_head_dim
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        """Decays have a second dimension in llama.cpp's files."""
+        keys, values, rank = self.key_size, self.value_size, self.key_head_dim
+        rows = (keys, keys, values, self.num_value_heads, rank, rank)
+        shapes: Shapes = {
+            f"{name}.weight": (size, hidden_size)
+            for name, size in zip(self.matrices, rows, strict=True)
+        }
+        for name, size in zip(CONVS, rows, strict=False):
+            shapes[name] = (size, self.num_taps)
+        for name, size in zip(self.high, (self.num_decays, values), strict=True):
+            shapes[f"{name}.weight"] = (size, rank)
+        return shapes | {
+            f"{self.output}.weight": (hidden_size, values),
+            DECAY: (self.num_value_heads, 1),
+            DECAY_BIAS: (self.num_decays,),
+            f"{DELTA_NORM}.weight": (self.value_head_dim,),
+        }
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        states = f"{self.num_value_heads} states of {self.key_head_dim} x {self.value_head_dim}"
+        return {"Kimi delta attention": states}

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from typing import Literal
 
 from hotsplit.model.blocks import Shapes
+from hotsplit.model.delta_net import CONVS
 from hotsplit.model.draft_block import OWN
 from hotsplit.model.operations import BlockOp
 from hotsplit.model.route import ROUTER, Route
 from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict
 
 Layout = Literal["sparse", "stock"]
-CONVOLUTIONS = ("conv1d.weight", ".conv.weight")  # the ends of their names
+CONVOLUTIONS = ("conv1d.weight", ".conv.weight", *CONVS)  # the ends of their names
 OF_HEADS = ("ssm_a", "ssm_d")  # of states, with a second dimension of 1 in some files
 OUTPUT_GATE = "ffn_gate_inp_shexp.weight"
 

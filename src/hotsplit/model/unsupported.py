@@ -28,7 +28,6 @@ dflash glimmerassistant glimmer_assistant: a DFlash draft model, which guesses a
 deepseek32 deepseekv32 glm-dsa glm_dsa glmmoedsa glm5: attention to keys that an indexer chooses\
  (DSA) is not supported; {_LATENTS}
 deepseek4 deepseekv4: attention to compressed keys is not supported; {_LATENTS}
-kimi-linear kimi_linear kimilinear: recurrent layers (KDA) are not supported; {_LATENTS}
 deepseek kimi: this model of DeepSeek's or Moonshot's is not supported; {_LATENTS}
 llama4: attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}
 dbrx grok arctic minimax jetmoe: this mixture of experts is not supported; {_MIXTURES}
