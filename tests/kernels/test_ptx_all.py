@@ -1,7 +1,6 @@
 """Runs the GPU kernels' own tests, which compare them with float64 and rows of a step with rows
 alone, with the kernels compiled for three architectures and executed as PTX. sm_89 stands for sm_80
-and 86 too: except for the target, Triton generates the same PTX for them. The executor has no
-branches by tables, which `scatter` has."""
+and 86 too: except for the target, Triton generates the same PTX for them."""
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from test_gpu_attention import *  # noqa: F403
 from test_gpu_experts import *  # noqa: F403
 from test_gpu_kernels import *  # noqa: F403
 from test_gpu_neurons import *  # noqa: F403
-from test_gpu_slots import test_bits_of_open_neurons  # noqa: F401
+from test_gpu_slots import *  # noqa: F403
 from test_gpu_sorting import *  # noqa: F403
 
 ARCHITECTURES = (89, 90, 120)

@@ -1,6 +1,7 @@
 """The PTX executor: its results against exact arithmetic, and for each rule of the machine a few
 lines of PTX that break it."""
 
+import itertools
 import re
 from fractions import Fraction
 
@@ -125,6 +126,35 @@ def test_instructions_on_words(opcode, operands, want):
     assert (out.numpy().view(np.uint32) == want).all()
 
 
+def test_the_upper_half_of_a_product_of_64_bits():
+    numbers = [0, 1, -1, 7, 1 << 62, -(1 << 63), (1 << 63) - 1, 0x123456789ABCDEF, -0xFEDCBA987654]
+    for kind, bits in (("s64", lambda n: n), ("u64", lambda n: n % (1 << 64))):
+        for a, b in itertools.product(numbers, numbers):
+            want = (bits(a) * bits(b) >> 64) % (1 << 64)
+            out, _ = run(
+                f"mul.hi.{kind} %rd9, {a}, {b}; cvt.u32.u64 %r9, %rd9; shr.u64 %rd9, %rd9, 32;"
+                "cvt.u32.u64 %r10, %rd9; setp.lt.u32 %p1, %r1, 32; selp.b32 %r9, %r9, %r10, %p1;"
+                "st.global.b32 [%rd4], %r9;"
+            )
+            found = out.numpy().view(np.uint32)
+            assert (found[:32] == want % (1 << 32)).all() and (found[32:] == want >> 32).all()
+
+
+TABLE = """$table: .branchtargets $one, $two, $one; brx.idx %r7, $table;
+    $two: mov.b32 %r9, 2; bra.uni $on; $one: mov.b32 %r9, 1; $on: st.global.b32 [%rd4], %r9;"""
+
+
+def test_a_branch_by_a_table():
+    """Of all threads alike, and of some."""
+    out, _ = run("and.b32 %r7, %r1, 1;" + TABLE)
+    assert out.tolist() == [1 + t % 2 for t in range(THREADS)]
+    for index in range(3):
+        out, _ = run(f"mov.b32 %r7, {index};" + TABLE)
+        assert (out == 1 + (index == 1)).all()
+    out, _ = run("setp.ge.u32 %p1, %r1, 3; mov.b32 %r7, %r1; @%p1 bra $end;" + TABLE + "$end: ret;")
+    assert out.tolist() == [1, 2, 1] + [0] * 61
+
+
 @pytest.mark.parametrize(
     ("order", "want"),
     [
@@ -223,6 +253,8 @@ BROKEN = {
         + STORE
         + "@%p1 st.global.b32 [%rd1], %r9;",
     ),
+    "a branch beyond its table": (OutOfBounds, "and.b32 %r7, %r1, 3;" + TABLE),
+    "a branch by an undefined index": (Uninitialised, TABLE),
     "a part of a warp at a barrier": (
         BadBarrier,
         "setp.lt.s32 %p1, %r1, 7; @%p1 bra $skip; bar.sync 0; $skip: ret;",

@@ -20,13 +20,15 @@ FACTORIES = {**INTEGER, **FLOAT, **MOVE, **WARPS, **TENSOR_CORES}
 
 @dataclass(kw_only=True)
 class Block:
-    """Steps, then a jump to `target` or an exit of the lanes for which the guard holds, or a
-    barrier, or nothing."""
+    """Steps, then a jump to `target` or an exit of the lanes for which the guard holds, a jump to
+    the one of `targets` that the register `index` says, or a barrier, or nothing."""
 
     steps: list[tuple[Instruction, Callable]] = field(default_factory=list)
     opcodes: Counter = field(default_factory=Counter)
     last: Instruction
     target: int | None = None
+    targets: np.ndarray | None = None
+    index: int | None = None
     guard: int | None = None
     is_guard_negated: bool = False
     is_exit: bool = False
@@ -75,6 +77,12 @@ def _ends(block: Block, instruction: Instruction, kernel: Kernel, registers: Reg
     if opcode in ("bra", "bra.uni"):
         (label,) = instruction.operands
         block.target = kernel.block_of[label]
+    elif opcode in ("brx.idx", "brx.idx.uni"):
+        index, table = instruction.operands
+        if instruction.guard:
+            raise UnknownInstruction("an indexed branch of only some of the threads")
+        block.index = registers.find(index)
+        block.targets = np.array([kernel.block_of[label] for label in kernel.tables[table]])
     elif opcode in ("ret", "exit"):
         block.is_exit = True
     elif opcode in ("bar.sync", "barrier.sync.aligned", "barrier.sync"):

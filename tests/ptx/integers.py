@@ -120,10 +120,25 @@ def bit_count(name, modifiers, operands, registers):
 
 
 def _high(a, b):
-    """The upper half of a product of numbers of 16 or 32 bits."""
+    """The upper half of a product."""
+    if a.dtype.itemsize == 8:
+        return _high_of_64(a, b)
     wide = {2: "4", 4: "8"}[a.dtype.itemsize]
     product = a.astype(a.dtype.kind + wide) * b.astype(a.dtype.kind + wide)
     return (product >> product.dtype.type(8 * a.dtype.itemsize)).astype(a.dtype)
+
+
+def _high_of_64(a, b):
+    """From products of halves (Warren, Hacker's Delight, 8-2)."""
+    (u, v), half = (np.asarray(each).view(np.uint64) for each in (a, b)), np.uint64(32)
+    low_u, low_v = (each & np.uint64(0xFFFFFFFF) for each in (u, v))
+    high_u, high_v = u >> half, v >> half
+    first = high_u * low_v + (low_u * low_v >> half)
+    second = low_u * high_v + (first & np.uint64(0xFFFFFFFF))
+    high = high_u * high_v + (first >> half) + (second >> half)
+    if a.dtype.kind == "i":
+        high -= np.where(a < 0, v, np.uint64(0)) + np.where(b < 0, u, np.uint64(0))
+    return high.view(a.dtype)
 
 
 def product(name, modifiers, operands, registers):
@@ -133,7 +148,7 @@ def product(name, modifiers, operands, registers):
         return floats.binary(name, modifiers, operands, registers)
     part, *rest = modifiers[:-1]
     no_more(rest, ("cc",))
-    of(kind, INTEGERS[:4] if part == "hi" else INTEGERS)
+    of(kind, INTEGERS)
     if "cc" in rest:
         return _carrying(part, kind, operands, registers, adds_carry=False, sets_carry=True)
     kinds = [kind, kind] + ([WIDE[kind] if part == "wide" else kind] if name == "mad" else [])

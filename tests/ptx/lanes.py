@@ -372,6 +372,8 @@ class Machine:
     def _target(self, block: Block, here: int, mask, end: int):
         """The block where lanes continue: one for all, or an array."""
         target = here + 1 if block.target is None else block.target
+        if block.index is not None:
+            return self._indexed(block, mask)
         if block.is_exit:
             target = end
         if block.guard is None:
@@ -385,6 +387,15 @@ class Machine:
             if not jumps.any():
                 return here + 1
         return np.where(jumps, target, here + 1)
+
+    def _indexed(self, block: Block, mask):
+        """The block where each lane continues after a branch by a table."""
+        self.current, index = block.last, self.value[block.index]
+        self.check_defined([((block.index, ALL_BYTES),)], mask, "the index of a branch")
+        is_outside = index >= len(block.targets)
+        bad = is_outside if mask is None else is_outside & mask
+        self.refuse(OutOfBounds, bad, f"an index of {len(block.targets)} branches")
+        return block.targets[np.where(is_outside, 0, index)]
 
     def _arrive(self, mask, waits: np.ndarray) -> None:
         """All lanes pass together, or the active ones wait for the others of their thread block."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ptx.faults import UnknownInstruction
 
 # A basic block ends after each of these (except bar.warp), so that lanes can diverge or wait there.
-ENDS = ("bra", "bar", "barrier", "ret", "exit")
+ENDS = ("bra", "brx", "bar", "barrier", "ret", "exit")
 _DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+(.+)")
 _VARIABLE = re.compile(
     r"(?:\.(?:visible|extern)\s+)*\.(global|shared|local|const)\s+(?:\.align\s+(\d+)\s+)?"
@@ -21,6 +21,7 @@ _PARAMETER = re.compile(
 _LABEL = re.compile(r"([\w$%]+)\s*:(?!:)")
 _GUARD = re.compile(r"@(!?)([\w$%]+)\s+")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+([\w$%]+)")
+_TABLE = re.compile(r"([\w$%]+)\s*:\s*\.branchtargets\s+([^;]+);")
 _LINE = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 BYTES = {
     kind: size
@@ -78,6 +79,7 @@ class Kernel:
     variables: list[Variable] = field(default_factory=list)
     blocks: list[list[Instruction]] = field(default_factory=list)
     block_of: dict[str, int] = field(default_factory=dict)  # label to the number of its block
+    tables: dict[str, list[str]] = field(default_factory=dict)  # the labels of indexed branches
 
 
 @dataclass(kw_only=True)
@@ -174,7 +176,9 @@ class _Body:
         self.targets: set[str] = set()
 
     def read(self, text: str) -> None:
-        self.targets, at = set(_BRANCH.findall(text)), 0
+        tables = {name: split_operands(labels) for name, labels in _TABLE.findall(text)}
+        self.kernel.tables, at = tables, 0
+        self.targets = {*_BRANCH.findall(text), *(each for own in tables.values() for each in own)}
         while (at := _skip_spaces(text, at)) < len(text):
             at = self._statement(text, at)
         self._end_block()
@@ -191,6 +195,8 @@ class _Body:
             number, line = _LINE.match(text, at).groups()
             self.line = f"{self.files.get(number, '?')}:{line}"
             return end
+        if table := _TABLE.match(text, at):
+            return table.end()
         if label := _LABEL.match(text, at):
             if label[1] in self.targets:
                 self._end_block()

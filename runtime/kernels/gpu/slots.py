@@ -2,8 +2,8 @@
 
 A copy is described by four numbers (planar.COPY): offset in staging, target address, number of
 bytes, and form (planar.FORMS): "" copies the bytes unchanged, the others rearrange a file's blocks
-to planar rows (runtime.kernels.planar). Addresses are multiples of 2, and so are sizes but those of
-rows with blocks of an odd number of bytes.
+to planar rows (runtime.kernels.planar). Offsets are multiples of 2, and so are addresses and sizes
+but those of rows with an odd number of blocks of an odd number of bytes.
 
 Letters: C copies, B bytes of staging, F neurons of a layer, N slots; in the kernels U units of two
 bytes, W words of 32 bits."""
@@ -142,22 +142,23 @@ def _scatter(staging, copies, UNITS: tl.constexpr):
     byte_U = 2 * (tl.program_id(1) * UNITS + tl.arange(0, UNITS)).to(tl.int64)
     source, target = staging + tl.load(copy), tl.load(copy + 1)
     at_U = byte_U
-    has_odd = form < 0
+    has_odd = target % 2 == 1  # every second slot of rows with an odd number of bytes
     for other in tl.static_range(1, num_forms()):
         if block_of(other) % 2 == 1:
             has_odd = has_odd | (form == other)
         if form == other:
             at_U = _planar_place(byte_U, num_bytes, other)
     if has_odd:  # the places of two bytes need not be adjacent
-        for other in tl.static_range(1, num_forms()):
-            if block_of(other) % 2 == 1:
-                own_target = target.to(tl.pointer_type(tl.uint8))
-                for odd in tl.static_range(2):
-                    own_U = byte_U + odd
-                    is_own_U = (own_U < num_bytes) & (form == other)
-                    value_U = tl.load(source + own_U, mask=is_own_U, other=0)
-                    place_U = _planar_place(own_U, num_bytes, other)
-                    tl.store(own_target + place_U, value_U, mask=is_own_U)
+        for odd in tl.static_range(2):
+            own_U = byte_U + odd
+            place_U = own_U
+            for other in tl.static_range(1, num_forms()):
+                if block_of(other) % 2 == 1:  # noqa: SIM102  # else compiled to nothing
+                    if form == other:
+                        place_U = _planar_place(own_U, num_bytes, other)
+            is_own_U = own_U < num_bytes
+            value_U = tl.load(source + own_U, mask=is_own_U, other=0)
+            tl.store(target.to(tl.pointer_type(tl.uint8)) + place_U, value_U, mask=is_own_U)
     else:
         is_there_U = byte_U + 1 < num_bytes
         unit_U = tl.load(
