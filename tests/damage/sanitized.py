@@ -1,4 +1,5 @@
-"""A pytest plugin: the library of C++ kernels is the one that the variable SANITIZED names."""
+"""A pytest plugin: the library of C++ kernels is the one that the variable SANITIZED names, and
+products have fewer rows: 300 read no other places than two windows of 64 rows and the next."""
 
 import os
 
@@ -15,3 +16,9 @@ def _find_sanitized(name: str):
 
 
 shared_libraries.find_spec = _find_sanitized
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if hasattr(item.module, "NUMBERS_OF_ROWS"):
+            item.module.NUMBERS_OF_ROWS = (1, 2, 7, 130)
