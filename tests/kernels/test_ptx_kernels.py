@@ -14,6 +14,7 @@ import test_gpu_experts as experts
 import test_gpu_kernels as rows
 import test_gpu_neurons as neurons
 import test_gpu_rows as steps
+import test_gpu_slots as slots
 import torch
 from paths import ROOT
 from ptx import Fault
@@ -29,6 +30,7 @@ pytestmark = [
 
 # By name: the card, a test of a kernel, and its arguments after the kernels.
 TILES, DOWN = rows.test_unpack_of_tiles_and_groups, neurons.test_down_of_rows_of_any_width
+SLOTS = slots.test_rows_of_every_kind_reach_their_slots
 FEW_NEURONS = partial(experts.test_hidden_values, num_neurons=3)
 CASES: dict[str, tuple] = {
     "dot f16": (ADA, rows.test_dot, "f16", 3),
@@ -78,6 +80,10 @@ CASES: dict[str, tuple] = {
     "hidden values of experts in tq2_0": (ADA, FEW_NEURONS, "tq2_0_planar", 1),
     "outputs of experts": (HOPPER, experts.test_outputs, "f16"),
     "sums of experts": (BLACKWELL, experts.test_outputs_of_experts_by_neurons, "q8_0_planar", True),
+    "copies into slots": (ADA, slots.test_copies_of_different_lengths_in_one_launch),
+    # With a factor before the planes, and of an odd number of bytes.
+    "slots of nvfp4_scaled": (HOPPER, SLOTS, "nvfp4_scaled_planar", 9),
+    "slots of mxfp4": (BLACKWELL, SLOTS, "mxfp4_planar", 9),
     "rows: dot q4_0": (ADA, steps.test_dot, "q4_0_planar", 4),
     "rows: dot f16": (ADA, steps.test_dot, "f16", 8),
     "rows: dot iq2_table": (ADA, steps.test_dot, "iq2_table_planar", 2),
