@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from delta_models import RECURRENT
 from models import byte_level_keys, make_model, make_sizes
 
 from hotsplit import Engine
@@ -127,10 +128,20 @@ def test_texts_equal_those_generated_alone(model, seed):
     check_random_life(model, seed, 25)
 
 
+@pytest.mark.parametrize("mixer", ["Mamba-2", "Kimi delta attention"])
+def test_texts_with_states_equal_those_generated_alone(tmp_path, mixer):
+    """Some of them cancelled at any step."""
+    keys, vocab_size = byte_level_keys()
+    shape = make_sizes(num_layers=2, vocab_size=vocab_size, context_length=CONTEXT)
+    model = RECURRENT[mixer](shape, kind="q8_0", period=2, extra_keys=keys)
+    model.save(tmp_path / "m.gguf")
+    assert check_random_life(tmp_path / "m.gguf", 3, 25) > 1
+
+
 def check_random_life(model, seed, count):
     """Texts come at random; some are cancelled, some have a deadline in the past, some fail. All
-    others equal those generated alone."""
-    chance = random.Random(seed)
+    others equal those generated alone. Returns how many were cancelled."""
+    chance, num_cancelled = random.Random(seed), 0
     bench = Bench(model, parallel=chance.choice((1, 2, 4)), kept=chance.choice((0, 1, 3)))
     wanted, texts = {}, {}
     for key, ids in enumerate(prompts_of(chance, count)):
@@ -153,6 +164,7 @@ def check_random_life(model, seed, count):
             if gone not in bench.ended:
                 bench.scheduler.cancel([texts.pop(gone)])
                 del wanted[gone]
+                num_cancelled += 1
     bench.finish()
     assert len(wanted) > count / 3
     for key, (ids, sampling, options) in wanted.items():
@@ -162,6 +174,7 @@ def check_random_life(model, seed, count):
         assert ended.generated_tokens == len(bench.tokens[key]) + has_end
     assert {type(error) for error in bench.failed.values()} == {DeadlinePassed, ZeroDivisionError}
     bench.close()
+    return num_cancelled
 
 
 class Failing:
