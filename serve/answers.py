@@ -14,7 +14,8 @@ from starlette.responses import Response
 from hotsplit.runtime.answers.answer_reader import AnswerPart
 from hotsplit.runtime.answers.calls import ToolCall
 from hotsplit.runtime.generate.generation import Token
-from hotsplit.serve.exchange import DONE, EventStream, Exchange, dumps, dumps_with, while_there
+from hotsplit.serve.api_error import ApiError
+from hotsplit.serve.exchange import DONE, EventStream, Exchange, dumps, dumps_with, sse, while_there
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 from hotsplit.serve.text_requests import Syntax, TextRequest
@@ -90,6 +91,7 @@ class AnswerBody(ABC):
     """The answer to one request, whole or as pieces of a stream that `end` ends."""
 
     end: ClassVar[bytes] = DONE
+    media_type: ClassVar[str] = "text/event-stream; charset=utf-8"
 
     def __init__(self, service: Service, asked: TextRequest, request: Request) -> None:
         self._service, self._asked, self._request = service, asked, request
@@ -103,6 +105,10 @@ class AnswerBody(ABC):
 
     @abstractmethod
     def pieces(self, exchange: Exchange) -> AsyncIterator[bytes]: ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The piece of a stream that says why it ends early."""
+        return sse(error.body(self._request.url.path))
 
     async def _batches(self, exchange: Exchange) -> AsyncIterator[list[tuple[int, Output]]]:
         """Yields new pieces of texts, each with the text's index."""
@@ -148,9 +154,21 @@ class AnswerBody(ABC):
 async def answered(
     service: Service, request: Request, parse: Parse, answer_of: type[AnswerBody]
 ) -> Response:
-    """Parses a request, submits its texts and answers it, as a stream if it asks for one."""
+    """Reads a request and answers it."""
     arrival = service.arrival()
     fields = await service.fields(request)
+    return await answer_to(service, request, fields, arrival, parse, answer_of)
+
+
+async def answer_to(
+    service: Service,
+    request: Request,
+    fields: Mapping[str, object],
+    arrival: Arrival,
+    parse: Parse,
+    answer_of: type[AnswerBody],
+) -> Response:
+    """Parses a request, submits its texts and answers it, as a stream if it asks for one."""
     asked = await service.prepared(lambda: parse(fields, service.served, arrival))
     if asked.grammar is not None:
         masked = service.with_masks(asked, asked.grammar)
@@ -159,7 +177,14 @@ async def answered(
     answer = answer_of(service, asked, request)
     if asked.is_stream:
         pieces = answer.pieces(exchange)
-        return EventStream(exchange, pieces, service.config.read_s, answer.end)
+        return EventStream(
+            exchange,
+            pieces,
+            service.config.read_s,
+            failed=answer.failed,
+            end=answer.end,
+            media_type=answer.media_type,
+        )
     try:
         body = await while_there(request.receive, answer.whole(exchange))
         return Response(body, media_type="application/json")

@@ -1,7 +1,18 @@
-"""Errors sent to clients, in OpenAI's format: status, message, type, parameter and code."""
+"""Errors sent to clients, in the form of the API that they use: OpenAI's, Anthropic's, Ollama's."""
 
 from collections.abc import Mapping
 
+ANTHROPIC, OLLAMA = "/v1/messages", "/api/"  # what their paths begin with
+_ANTHROPICS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 
 
@@ -19,7 +30,13 @@ class ApiError(Exception):
         self.status, self.message, self.code = status, message, code
         self.param, self.headers = param, dict(headers or {})
 
-    def body(self) -> dict[str, object]:
+    def body(self, path: str) -> dict[str, object]:
+        """The answer to a request of this path."""
+        if path.startswith(OLLAMA):
+            return {"error": self.message}
+        if path.startswith(ANTHROPIC):
+            kind = _ANTHROPICS.get(self.status, "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = _KINDS.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, and errors in OpenAI's format."""
+"""The ASGI application: routes, and errors of them."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hotsplit.serve import side_api
+from hotsplit.serve import ollama_api, side_api
 from hotsplit.serve.answers import answered
 from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.chat_requests import chat_request
@@ -18,6 +18,8 @@ from hotsplit.serve.embeddings import embeddings
 from hotsplit.serve.exchange import error_response
 from hotsplit.serve.guard import Guard
 from hotsplit.serve.infill_api import InfillAnswer, infill_request
+from hotsplit.serve.messages_api import MessagesAnswer
+from hotsplit.serve.messages_requests import count_tokens, messages_request
 from hotsplit.serve.responses_api import ResponsesAnswer
 from hotsplit.serve.responses_requests import responses_request
 from hotsplit.serve.service import Service
@@ -27,12 +29,19 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 CHAT = partial(answered, parse=chat_request, answer_of=ChatAnswer)
 COMPLETIONS = partial(answered, parse=completion_request, answer_of=CompletionAnswer)
 INFILL = partial(answered, parse=infill_request, answer_of=InfillAnswer)
+MESSAGES = partial(answered, parse=messages_request, answer_of=MessagesAnswer)
 RESPONSES = partial(answered, parse=responses_request, answer_of=ResponsesAnswer)
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", CHAT),
     ("POST", "/v1/completions", COMPLETIONS),
     ("POST", "/v1/responses", RESPONSES),
     ("POST", "/v1/embeddings", embeddings),
+    ("POST", "/v1/messages", MESSAGES),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("POST", "/api/chat", ollama_api.ollama_chat),
+    ("POST", "/api/generate", ollama_api.ollama_generate),
+    ("GET", "/api/tags", ollama_api.tags),
+    ("GET", "/api/version", ollama_api.ollama_version),
     ("POST", "/infill", INFILL),  # as in llama-server
     ("GET", "/v1/models", side_api.models),
     ("GET", "/v1/models/{name:path}", side_api.model),
@@ -67,7 +76,7 @@ def app_of(service: Service) -> ASGIApp:
         try:
             await router(scope, receive, send)
         except HTTPException as error:
-            response = error_response(_error_of(error, scope))
+            response = error_response(_error_of(error, scope), scope["path"])
             await response(scope, receive, send)
 
     return Guard(app, service)
@@ -79,7 +88,7 @@ def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitab
             return await handler(service, request)
         except ApiError as error:
             request.scope["state"]["line"].error = error.message
-            return error_response(error)
+            return error_response(error, request.url.path)
 
     return endpoint
 

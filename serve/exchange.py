@@ -6,7 +6,7 @@ reading its answer for too long, its texts are cancelled."""
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -175,18 +175,29 @@ class JsonResponse(Response):
         return dumps(content)
 
 
-def error_response(error: ApiError) -> JsonResponse:
-    return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
+def error_response(error: ApiError, path: str) -> JsonResponse:
+    """`path`: that of the request, which has the form of its API."""
+    return JsonResponse(error.body(path), status_code=error.status, headers=error.headers)
 
 
 class EventStream(Response):
-    """Server-sent events. `pieces` yields bytes, possibly b"". Status 200 is sent with the first
-    piece; a failure before it is answered with its own status."""
+    """A stream, of server-sent events or lines. `pieces` yields bytes, possibly b"". Status 200 is
+    sent with the first piece; a failure before it is answered with its own status, and a later one
+    with what `failed` makes of it. `end` comes last."""
 
     def __init__(
-        self, exchange: Exchange, pieces: AsyncIterator[bytes], take_s: float, end: bytes
+        self,
+        exchange: Exchange,
+        pieces: AsyncIterator[bytes],
+        take_s: float,
+        *,
+        failed: Callable[[ApiError], bytes],
+        end: bytes,
+        media_type: str,
     ) -> None:
-        self._exchange, self._pieces, self._take_s, self._end = exchange, pieces, take_s, end
+        self._exchange, self._pieces, self._take_s = exchange, pieces, take_s
+        self._failed, self._end = failed, end
+        self._start = {**_START, "headers": [(b"content-type", media_type.encode()), *_HEADERS]}
         self.status_code, self.background = 200, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -197,7 +208,7 @@ class EventStream(Response):
         finally:
             self._exchange.cancel()
         if failed is not None:
-            await error_response(failed)(scope, receive, send)
+            await error_response(failed, scope["path"])(scope, receive, send)
 
     async def _write(self, send: Send) -> ApiError | None:
         """Writes the stream. Returns an error raised before the first piece; later ones are sent in
@@ -207,14 +218,14 @@ class EventStream(Response):
             async for piece in self._pieces:
                 if not has_begun:
                     has_begun = True
-                    await send(_START)
+                    await send(self._start)
                 if piece:
                     await self._send(send, piece)
             end = self._end
         except ApiError as error:
             if not has_begun:
                 return error
-            end = sse(error.body()) + self._end
+            end = self._failed(error) + self._end
         await self._send(send, end)
         await send({"type": "http.response.body", "body": b""})
         return None
@@ -225,12 +236,5 @@ class EventStream(Response):
             await send(message)
 
 
-_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+_START = {"type": "http.response.start", "status": 200}
+_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))

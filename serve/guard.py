@@ -65,7 +65,9 @@ class Guard:
                 500, "the request failed; see the server's log under its id", "internal_error"
             )
             if line.status == 0:
-                await error_response(failed)(scope, receive, self._marked(scope, send, line))
+                await error_response(failed, line.path)(
+                    scope, receive, self._marked(scope, send, line)
+                )
             else:
                 raise  # closes the connection mid-answer
         finally:
@@ -88,7 +90,7 @@ class Guard:
             scope["state"]["line"].error = error.message
             if "expect" not in headers:  # clients with Expect have not sent the body yet
                 await drop_body(receive)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

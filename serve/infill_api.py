@@ -136,6 +136,7 @@ def _body(name: str, content: str, report: Report) -> Body:
         "stop": True,
         "model": name,
         "stop_type": _STOP_TYPES.get(report.stopped_by, "limit"),
+        "stopping_word": report.stop,
         "tokens_predicted": report.generated_tokens,
         "tokens_evaluated": report.prompt_tokens,
         "tokens_cached": report.prompt_tokens + report.generated_tokens,

@@ -4,15 +4,15 @@ Nothing is stored here, so references to an earlier response are refused."""
 
 import json
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, TypeGuard
 
 from pydantic import Field
 
-from hotsplit.serve.api_error import ApiError, wrong
-from hotsplit.serve.chat_requests import MAX_TOOLS, chat_request
+from hotsplit.serve.api_error import wrong
+from hotsplit.serve.chat_requests import MAX_TOOLS
+from hotsplit.serve.other_apis import translated
 from hotsplit.serve.request_body import RequestBody, Whole, checked, only
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import TextRequest
@@ -20,7 +20,6 @@ from hotsplit.serve.texts import Arrival
 
 log = logging.getLogger("hotsplit.serve")
 MAX_ITEMS = 4096
-_MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
 _REFERS = "nothing is stored here; send the whole conversation as input"
 # Fields of a chat that have another name in this API.
 _PARAMS = {
@@ -84,18 +83,7 @@ def responses_request(
     """Parses a request as a chat. Raises ApiError if it is invalid or has no equivalent chat."""
     body = checked(ResponsesBody, values)
     chat, places = chat_fields(body)
-    try:
-        request = chat_request(chat, served, arrival)
-    except ApiError as error:
-
-        def named(text: str) -> str:
-            return _MESSAGE.sub(lambda found: places[int(found[1])], text)
-
-        message, param = named(error.message), error.param
-        param = None if param is None else named(_PARAMS.get(param, param))
-        raise ApiError(
-            error.status, message, error.code, param=param, headers=error.headers
-        ) from error
+    request = translated(chat, served, arrival, places=places, params=_PARAMS)
     functions = [t for t in body.tools if isinstance(t, dict) and t["type"] == "function"]
     defaults = {name: getattr(served.defaults, name) for name in ("temperature", "top_p")}
     given = {name: value for name, value in values.items() if value is not None}

@@ -20,7 +20,7 @@ from prometheus_client import (
 )
 from starlette.requests import ClientDisconnect, Request
 
-from hotsplit.serve.api_error import ApiError, busy, too_large, unavailable
+from hotsplit.serve.api_error import OLLAMA, ApiError, busy, too_large, unavailable
 from hotsplit.serve.exchange import Exchange, Gone, drop_body, error_of
 from hotsplit.serve.request_body import parsed
 from hotsplit.serve.request_log import RequestLine
@@ -97,7 +97,7 @@ class Service:
         """The fields of a POST. Raises ApiError for a wrong content type, and for a body that is
         too long, arrives too slowly or is not a JSON object; Gone if the client disconnects."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        if kind != "application/json" and not _is_ollama_tool(request, kind):
             await drop_body(request.receive)
             shown = f"the body's type is {kind[:60]!r}" if kind else "the body has no type"
             raise ApiError(
@@ -175,6 +175,14 @@ class Service:
     def close(self) -> None:
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
+
+
+def _is_ollama_tool(request: Request, kind: str) -> bool:
+    """Ollama reads bodies of any type, and some of its clients give none, or curl's. That is safe
+    from what is no browser, which could send such a body from any page, but says where from."""
+    is_browser = "origin" in request.headers or "sec-fetch-site" in request.headers
+    is_curls = kind in ("", "application/x-www-form-urlencoded")
+    return is_curls and not is_browser and request.url.path.startswith(OLLAMA)
 
 
 class Lane:

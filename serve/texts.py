@@ -78,6 +78,7 @@ class Report:
     """Statistics of a finished text; times are wall-clock seconds, shared steps included."""
 
     stopped_by: str
+    stop: str = ""  # the stop string that ended it
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int  # the end token included
@@ -262,6 +263,7 @@ class Text:
         read_s = time.monotonic() if self.pool is None and not self.is_writing else self._first_s
         return Report(
             stopped_by=self.generation.run.stopped_by if self.generation else "embedding",
+            stop=self.generation.run.stop if self.generation else "",
             prompt_tokens=len(self.job.ids),
             cached_tokens=self.num_cached,
             generated_tokens=self.num_drawn,

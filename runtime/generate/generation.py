@@ -60,6 +60,7 @@ class Run:
     shifts: int = 0  # number of context shifts
     ffn_bytes: int = 0
     stopped_by: str = NOT_STOPPED  # or "end of text", "stop string", "max tokens" or "context"
+    stop: str = ""  # the stop string that ended the text
 
     @property
     def prefill_per_s(self) -> float:
@@ -79,6 +80,7 @@ class StopFilter:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self.stop = ""  # the one that was found
         self._held = ""
         self._is_shown: list[bool] = []  # for each character held
 
@@ -87,9 +89,10 @@ class StopFilter:
         `text`."""
         self._held += text + hidden
         self._is_shown += [True] * len(text) + [False] * len(hidden)
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            text = self._take(min(found))
+            at, self.stop = min(found)
+            text = self._take(at)
             self._held, self._is_shown = "", []
             return text, True
         keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
@@ -300,7 +303,7 @@ class Generation:
         `hidden`: the text of a special token after it."""
         text, is_stopped = self._filter.push(text, hidden)
         if is_stopped:
-            self.run.stopped_by = "stop string"
+            self.run.stopped_by, self.run.stop = "stop string", self._filter.stop
         return text
 
     def _token(self, token_id: int, text: str) -> Token:

@@ -91,7 +91,7 @@ def test_every_path_except_health_needs_the_key(method, path):
         if path == "/health":
             assert status == 503 and content == {"status": "loading model"}
         else:
-            assert status == 401 and content["error"]["code"] == "invalid_api_key", headers
+            assert status == 401 and "the API key is" in str(content["error"]), headers
 
 
 RIGHT_KEYS = (f"Bearer {KEY}", f"bearer {KEY}", basic(KEY))

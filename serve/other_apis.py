@@ -1,0 +1,35 @@
+"""Chats that came as a request of another API, whose fields and messages have other names."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from hotsplit.serve.api_error import ApiError
+from hotsplit.serve.chat_requests import chat_request
+from hotsplit.serve.served_model import ServedModel
+from hotsplit.serve.text_requests import TextRequest
+from hotsplit.serve.texts import Arrival
+
+_MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
+
+
+def translated(
+    chat: Mapping[str, object],
+    served: ServedModel,
+    arrival: Arrival,
+    *,
+    places: Sequence[str],
+    params: Mapping[str, str],
+) -> TextRequest:
+    """The request of a chat. Raises ApiError in the words of the other API: `places` are those of
+    the chat's messages there, `params` the names of its fields."""
+    try:
+        return chat_request(chat, served, arrival)
+    except ApiError as error:
+
+        def named(text: str) -> str:
+            return _MESSAGE.sub(lambda found: places[int(found[1])], text)
+
+        param = None if error.param is None else named(params.get(error.param, error.param))
+        raise ApiError(
+            error.status, named(error.message), error.code, param=param, headers=error.headers
+        ) from error
