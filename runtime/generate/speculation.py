@@ -68,9 +68,13 @@ _FIRST_ROUNDS = 6  # of a draft model, with at most NUM_FIRST guesses
 # before it if the gain on as many tokens more pays for that.
 _LEAST_FUTURE = 32
 _PRIOR_OWN_S = 60e-6  # what Python takes for a round of a draft model
+# Where that is more than this share of a step, a draft model is not asked for the first steps of a
+# text, which take up to three times as long as later ones, so that guesses seem cheap.
+_WARM_SHARE, _WARM_STEPS = 0.02, 8
 # The part of a step's time from which on following a text is given up if no draft pays.
 _FOLLOWING = 0.005
-_SMOOTH = 0.2  # the weight of the latest of a draft model's times in their mean
+# The weight of the latest of a draft model's times in their mean, and what is no delay.
+_SMOOTH, _LEAST_DELAY_S = 0.2, 1e-5
 _VARY_EVERY = 16  # one draft in this many gets a nearby length whose cost is unknown, if any
 _MARGIN = 0.05  # expected gain in tokens below which a draft is not worth it
 _ROUND_MARGIN = 1.02  # expected gain of a draft model's rounds below which it is not asked
@@ -270,7 +274,7 @@ class Speculation:
         check_s = self.costs.seconds(beside.rows + rows)
         num_tokens = beside.tokens + tokens  # of all texts
         if self._is_asked:
-            took = (self._round_s + self._learnt_own_s(plain_s) + check_s) / plain_s * num_texts
+            took = (self._round_s + self._learnt_own_s() + check_s) / plain_s * num_texts
             expected = beside.tokens + self.expected
             self._rounds.learn(num_tokens, expected, took, is_trial=not self._is_on)
         self._since_trial += tokens
@@ -292,11 +296,10 @@ class Speculation:
             self._num_resting = int(max(0.0, self._decided_s) / (_DECIDING * plain_s))
             self._decided_s = min(self._decided_s, 0.0)
 
-    def _learnt_own_s(self, plain_s: float) -> float:
+    def _learnt_own_s(self) -> float:
         """Seconds of a round besides its guesses and its step, by the latest rounds."""
         own_s = self._draft_s - self._read_s - self._round_s
-        own_s = min(max(0.0, own_s), plain_s)  # more is a delay
-        self._own_s += _SMOOTH * (own_s - self._own_s)
+        self._own_s = _smoothed(self._own_s, max(0.0, own_s))
         return self._own_s
 
     def _rest(self, seconds: float) -> None:
@@ -476,6 +479,8 @@ class Speculation:
             return False
         length, _, _ = self._first_round(most)
         step_s, guess_s, token_s = self._step_s(length + 1), self._guess_s, self._token_s
+        if self.totals.steps < _WARM_STEPS and self._own_s > _WARM_SHARE * token_s:
+            return False
         is_new = self._drafter.name not in self._has_read
         if self._num_read is None:
             self._num_read = len(ids) - self.costly.unread(ids)
@@ -525,7 +530,7 @@ class Speculation:
         self.expected = expected[num]
         if len(guesses) > 1:  # the first comes out of the text's own pass
             took = (time.perf_counter() - began) / (len(guesses) - 1)
-            self._guess_s += _SMOOTH * (took - self._guess_s)
+            self._guess_s = _smoothed(self._guess_s, took)
             self._round_s += (len(guesses) - 1) * guess_s
         if not num:
             self._num_unsure += 1
@@ -544,7 +549,7 @@ class Speculation:
             self._read_s += took
         if drafter is self.costly and num_new > 1:
             token_s = max(0.0, took - self._guess_s) / (num_new - 1)
-            self._read_token_s += _SMOOTH * (token_s - self._read_token_s)
+            self._read_token_s = _smoothed(self._read_token_s, token_s)
         if drafter is self.costly:
             self._num_read = len(ids)
 
@@ -611,3 +616,8 @@ class Speculation:
             self._is_on, self.totals.num_on = True, self.totals.num_on + 1
         elif self._num_declined >= _OFF_AFTER and self._is_on:
             self._is_on, self.totals.num_off = False, self.totals.num_off + 1
+
+
+def _smoothed(mean_s: float, latest_s: float) -> float:
+    """The mean with the latest time, of which far more than the mean is a delay of the machine."""
+    return mean_s + _SMOOTH * (min(latest_s, 2 * mean_s + _LEAST_DELAY_S) - mean_s)
