@@ -306,28 +306,41 @@ def run_with(run, row, RUNS: tl.constexpr):
 
 
 @triton.jit
-def value_at_tap(
-    here,
-    is_here,
-    old,
+def sum_of_taps(
+    total,
+    projected,
     state,
+    taps,
+    row,
+    first,
     source,
     target,
     channel,
     is_in,
-    tap: tl.constexpr,
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
-    """What a tap multiplies: `here`, a row of the run, or the row before it at `old` in its slot.
-    Writes it to the slot that takes the state."""
-    place = state + (source * (TAPS - 1) + old) * CHANNELS + channel
-    before = tl.load(place, mask=is_in & (is_here == 0) & (source >= 0), other=0.0)
-    value = tl.where(is_here, here, before)
-    if tap > 0:
-        place = state + (target * (TAPS - 1) + tap - 1) * CHANNELS + channel
-        tl.store(place, value, mask=is_in & (target >= 0))
-    return value
+    """`total`, plus the products of some channels' taps with their values in a row, at `projected`,
+    and in those before it: STRIDE values apart in the run, which begins at row `first`, or else in
+    its slot. FACTOR: how far behind a value is another that multiplies it; 0: none is. Writes the
+    state after the row to the slot that takes it."""
+    for tap in tl.static_range(TAPS):
+        old = row - first + tap  # the place in the slot of a row before the run
+        is_here = old >= TAPS - 1
+        at = projected + (tap - TAPS + 1) * STRIDE + channel
+        here = tl.load(at, mask=is_in & is_here, other=0.0)
+        if FACTOR:
+            here *= tl.load(at + FACTOR, mask=is_in & is_here, other=0.0)
+        place = state + (source * (TAPS - 1) + old) * CHANNELS + channel
+        before = tl.load(place, mask=is_in & (is_here == 0) & (source >= 0), other=0.0)
+        value = tl.where(is_here, here, before)
+        if tap > 0:
+            place = state + (target * (TAPS - 1) + tap - 1) * CHANNELS + channel
+            tl.store(place, value, mask=is_in & (target >= 0))
+        total += value * tl.load(taps + channel * TAPS + tap, mask=is_in, other=0.0)
+    return total
 
 
 @triton.jit
@@ -385,15 +398,10 @@ def _convolve(
         projected += row * PROJECTED
         mixed += row * MIXED
         total = tl.zeros([BLOCK], tl.float32)
-        for tap in tl.static_range(TAPS):
-            old = row - first + tap  # the place in the slot of a row before the run
-            is_here = old >= TAPS - 1
-            at = projected + (tap - TAPS + 1) * PROJECTED + channel
-            here = tl.load(at, mask=in_head & is_here, other=0.0)
-            value = value_at_tap(
-                here, is_here, old, conv, source, target, channel, in_head, tap, TAPS, CHANNELS
-            )
-            total += value * tl.load(taps + channel * TAPS + tap, mask=in_head, other=0.0)
+        rows = row, first, source, target
+        total = sum_of_taps(
+            total, projected, conv, taps, *rows, channel, in_head, TAPS, CHANNELS, PROJECTED, 0
+        )
         total = total / (1.0 + tl.exp(-total))
         if is_key:
             total *= tl.rsqrt(tl.sum(total * total, axis=0) + 1e-6)

@@ -14,8 +14,8 @@ from hotsplit.runtime.kernels.gpu.delta import (
     run_with,
     runs_ref,
     softplus,
+    sum_of_taps,
     sum_of_taps_ref,
-    value_at_tap,
 )
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
@@ -229,15 +229,10 @@ def _convolve_channels(
             channel = block * BLOCK + tl.arange(0, BLOCK)
             is_in = channel < CHANNELS
             total = tl.load(bias + channel, mask=is_in, other=0.0)
-            for tap in tl.static_range(TAPS):
-                old = row - first + tap  # the place in the slot of a row before the run
-                is_here = old >= TAPS - 1
-                at = own + (tap - TAPS + 1) * WIDTH + channel
-                here = tl.load(at, mask=is_in & is_here, other=0.0)
-                value = value_at_tap(
-                    here, is_here, old, conv, source, target, channel, is_in, tap, TAPS, CHANNELS
-                )
-                total += value * tl.load(taps + channel * TAPS + tap, mask=is_in, other=0.0)
+            rows = row, first, source, target
+            total = sum_of_taps(
+                total, own, conv, taps, *rows, channel, is_in, TAPS, CHANNELS, WIDTH, 0
+            )
             tl.store(mixed + channel, total / (1.0 + tl.exp(-total)), mask=is_in)
         else:
             head = (block - BLOCKS) * BLOCK + tl.arange(0, BLOCK)

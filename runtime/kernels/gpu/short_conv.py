@@ -6,7 +6,7 @@ Letters: T rows, R runs of rows, S slots, D hidden size, J taps."""
 import torch
 from torch import Tensor
 
-from hotsplit.runtime.kernels.gpu.delta import run_with, runs_ref, sum_of_taps_ref, value_at_tap
+from hotsplit.runtime.kernels.gpu.delta import run_with, runs_ref, sum_of_taps, sum_of_taps_ref
 from hotsplit.runtime.kernels.gpu.gpu_kernel import Versions, gpu_kernel
 from hotsplit.runtime.kernels.gpu.language import tl, triton
 from hotsplit.runtime.kernels.gpu.launch import overlap_options
@@ -88,17 +88,11 @@ def _convolve_gated(
     is_there, first, source = run_with(run, row, RUNS)
     if is_there:  # else the row repeats another
         target = tl.load(writes + row).to(tl.int64)
-        own = projected + row * 3 * WIDTH + column
+        own = projected + row * 3 * WIDTH
         total = tl.zeros([COLUMNS], tl.float32)
-        for tap in tl.static_range(TAPS):
-            old = row - first + tap  # the place in the slot of a row before the run
-            is_here = old >= TAPS - 1
-            at = own + (tap - TAPS + 1) * 3 * WIDTH
-            here = tl.load(at, mask=is_in & is_here, other=0.0)
-            here *= tl.load(at + 2 * WIDTH, mask=is_in & is_here, other=0.0)
-            value = value_at_tap(
-                here, is_here, old, state, source, target, column, is_in, tap, TAPS, WIDTH
-            )
-            total += value * tl.load(conv + column * TAPS + tap, mask=is_in, other=0.0)
-        gate = tl.load(own + WIDTH, mask=is_in, other=0.0)
+        rows = row, first, source, target
+        total = sum_of_taps(
+            total, own, state, conv, *rows, column, is_in, TAPS, WIDTH, 3 * WIDTH, 2 * WIDTH
+        )
+        gate = tl.load(own + WIDTH + column, mask=is_in, other=0.0)
         tl.store(out + row * WIDTH + column, gate * total, mask=is_in)
