@@ -72,8 +72,8 @@ def test_any_rows_of_a_pass_may_have_logits(tmp_path, plan):
             assert rel_error(step.run_pass(rows), want[wanted]) < 2e-3
 
 
-def compared(model, split, context, mode="dense"):
-    """The relative error of a pass's logits, and then of a step's."""
+def compared(model, splits, context, mode="dense"):
+    """The largest relative error, by any of the plans, of a pass's logits and then of a step's."""
     count = min(90, context - 2)
     chance = np.random.default_rng(3)
     ids = [int(x) for x in chance.integers(0, min(50, model.spec.vocab_size), count)]
@@ -82,14 +82,17 @@ def compared(model, split, context, mode="dense"):
         whole.sequence() as text,
     ):
         want = torch.cat([text.extend(ids, wanted="all"), text.extend([7], wanted="all")])
-    with Engine.of(model, split, mode=mode, device="cpu") as engine:
-        step = passing(engine, split)
-        got = [
-            step.run_pass(rows_of(ids[: count // 2], 0, "all")),
-            step.run_pass(rows_of(ids[count // 2 :], count // 2, "all")),
-        ]
-        got.append(step.run_rows(rows_of([7], count, "all")))
-        return rel_error(torch.cat(got), want)
+    errors = []
+    for split in splits:
+        with Engine.of(model, split, mode=mode, device="cpu") as engine:
+            step = passing(engine, split)
+            got = [
+                step.run_pass(rows_of(ids[: count // 2], 0, "all")),
+                step.run_pass(rows_of(ids[count // 2 :], count // 2, "all")),
+            ]
+            got.append(step.run_rows(rows_of([7], count, "all")))
+            errors.append(rel_error(torch.cat(got), want))
+    return max(errors)
 
 
 def as_stock(model: ModelFile) -> ModelFile:
@@ -116,15 +119,13 @@ def test_every_graph_of_layers(tmp_path, case):
     save_tokenizer(folder, 320)
     model = ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32"))
     context = min(CONTEXT, model.spec.context_length)
-    for seed in range(2):
-        split = random_plan(model, seed, context=context)
-        assert compared(model, split, context) < 3e-3, seed
-    assert_as_undivided(model, split, "exact", context_length=context)
+    splits = [random_plan(model, seed, context=context) for seed in range(2)]
+    assert compared(model, splits, context) < 3e-3
+    assert_as_undivided(model, splits[1], mode="exact", context_length=context)
     if any(layer.route for layer in model.spec.layers):
         stock = as_stock(model)
-        for seed in range(2, 5):
-            split = random_plan(stock, seed, context=context)
-            assert_as_undivided(stock, split, "dense", context_length=context)
+        splits = [random_plan(stock, seed, context=context) for seed in range(2, 5)]
+        assert_as_undivided(stock, *splits, mode="dense", context_length=context)
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
