@@ -147,8 +147,8 @@ def hub_errors(name: str) -> Iterator[None]:
         else:
             reason = str(error.__cause__ or "no answer").strip().splitlines()[0][:160]
             tried = (
-                f"{constants.ENDPOINT} cannot be reached ({reason}), and {constants.HF_HUB_CACHE}"
-                " has no copy"
+                f"the network failed: {constants.ENDPOINT} cannot be reached ({reason}), and"
+                f" {constants.HF_HUB_CACHE} has no copy"
             )
         _refuse(name, tried, "download it elsewhere and give its folder or file", error)
     except HfHubHTTPError as error:
@@ -157,7 +157,10 @@ def hub_errors(name: str) -> Iterator[None]:
         _refuse(name, f"{constants.ENDPOINT} refuses it ({reason})", next_step, error)
     except (OSError, ValueError, library.HTTPError) as error:
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else "no reason"
-        _refuse(name, f"cannot be downloaded ({reason})", "give the folder of a copy", error)
+        failed = "the network failed: it" if isinstance(error, library.HTTPError) else "it"
+        _refuse(
+            name, f"{failed} cannot be downloaded ({reason})", "give the folder of a copy", error
+        )
 
 
 def _library() -> Any:

@@ -64,7 +64,8 @@ def test_an_empty_stdin_is_said(monkeypatch, capsys, model, text):
     code, out, err = piped(monkeypatch, capsys, model, text)
     (line,) = [line for line in err.splitlines() if line.startswith("hotsplit: ")]
     assert code == 1 and not out and "stdin has no message, so there was nothing to answer" in line
-    assert piped(monkeypatch, capsys, model, "/quit\n")[0] == 0
+    for leaves in ("/quit", "/bye"):
+        assert piped(monkeypatch, capsys, model, f"{leaves}\nnever said\n")[:2] == (0, "")
 
 
 def test_a_text_ends_an_answer(monkeypatch, capsys, model):

@@ -1,5 +1,6 @@
 """What newcomers type: options of other programs, near misses, third-party files."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -35,6 +36,7 @@ from hotsplit.commands.options import llamacpp_flags, llamacpp_table
 from hotsplit.commands.options.llamacpp_flags import translate
 from hotsplit.commands.options.llamacpp_table import TABLE
 from hotsplit.commands.options.preparation import OUTTYPE
+from hotsplit.commands.terminal import prompt_sources
 from hotsplit.commands.terminal.prompt_sources import note_unread, prompts_of
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
@@ -68,6 +70,10 @@ serv => no such command 'serv', did you mean serve?; see hotsplit --help
 rum => no such command 'rum', did you mean run?; see hotsplit --help
 quantize => llama.cpp's is convert MODEL -o FILE --outtype q8_0 here; see hotsplit --help
 perplexity => no such command 'perplexity'; llama.cpp's is eval here; see hotsplit --help
+pull => here: hotsplit run ORG/NAME, which downloads what is not there; see hotsplit --help
+list => no such command 'list'; here: hotsplit cache list; see hotsplit --help
+rm => no such command 'rm'; here: hotsplit cache clear NAME; see hotsplit --help
+ps => a model is loaded as long as its command runs; see hotsplit --help
 convert => missing argument 'SOURCE'; see hotsplit convert --help
 doctor m => got unexpected extra argument (m); see hotsplit doctor --help
 run m -m b -p hi => hotsplit run: there are two models, m and b: leave one out
@@ -388,11 +394,8 @@ def test_set_up_looks_for_a_compiler_before_it_downloads(tmp_path, compilers, va
     assert ("python3 -m venv .venv" in lines) == words.startswith("python3")
 
 
-@pytest.mark.parametrize("how", ["pipe", "file", "empty pipe", "empty file", "read file", "null"])
-@pytest.mark.parametrize(
-    "given", [("text", None), ("-", None), (None, Path("a")), (None, Path("-"))]
-)
-def test_a_text_on_stdin_that_is_not_read_is_said(tmp_path, monkeypatch, capsys, how, given):
+@contextlib.contextmanager
+def stdin_as(how, tmp_path, monkeypatch):
     content = b"" if "empty" in how else b"a text\n"
     if "pipe" in how:
         reading, writing = os.pipe()
@@ -402,14 +405,41 @@ def test_a_text_on_stdin_that_is_not_read_is_said(tmp_path, monkeypatch, capsys,
         reading = os.open("/dev/null" if how == "null" else tmp_path / "stdin", os.O_RDONLY)
         if how == "read file":
             os.lseek(reading, 0, os.SEEK_END)
-    with os.fdopen(reading, "rb", 0) as opened:
-        monkeypatch.setattr(sys, "stdin", opened)
-        note_unread(*given)
-    is_waiting = how in ("pipe", "file") and "-" not in map(str, given)
+    with os.fdopen(reading, "rb") as opened:
+        if how.startswith("closed"):
+            os.close(writing)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(opened))
+        yield
+    if how in ("pipe", "empty pipe"):
+        os.close(writing)
+
+
+HOW = ("pipe", "file", "empty pipe", "empty file", "read file", "null")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("given", [None, Path("a"), Path("-")])
+def test_a_text_on_stdin_that_is_not_read_is_said(tmp_path, monkeypatch, capsys, how, given):
+    with stdin_as(how, tmp_path, monkeypatch):
+        note_unread(given)
+    is_waiting = how in ("pipe", "file") and str(given) != "-"
     told = "note: stdin has a text, which is not read; -f - reads it instead\n"
     assert capsys.readouterr().err == told * is_waiting
-    if "pipe" in how:
-        os.close(writing)
+
+
+@pytest.mark.parametrize("how", [*HOW, "closed pipe", "closed empty pipe"])
+def test_a_text_on_stdin_is_appended_to_the_prompt(tmp_path, monkeypatch, capsys, how):
+    if how == "pipe":
+        how = "closed pipe"  # a text ends where its pipe does
+    monkeypatch.setattr(prompt_sources, "PIPE_S", 0.01)
+    with stdin_as(how, tmp_path, monkeypatch):
+        (prompt,) = prompts_of("Sum this up:", None, None)
+    is_read = how in ("closed pipe", "file")
+    assert prompt == "Sum this up:" + "\n\na text" * is_read
+    told = "note: the text on stdin is appended to the prompt\n" * is_read
+    if how == "empty pipe":
+        told = "note: stdin is an open pipe without a text so far, and is not read\n"
+    assert capsys.readouterr().err == told
 
 
 # ---- files of others ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import random_llama
+from models import make_model
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
@@ -139,3 +140,15 @@ def test_tensors_that_are_copied_unchanged_must_be_finite(stock, tmp_path, kind,
     assert [p.name for p in tmp_path.iterdir()] == ["in.gguf"]
     good = changed(stock(kind), tmp_path / "good.gguf", {}, {name: damaged(entry, 0.5)})
     convert(ConvertConfig(source=good, output=tmp_path / "out.gguf"))
+
+
+@pytest.mark.parametrize(
+    "layout, step", [("stock", "download the file"), ("sparse", "convert the")]
+)
+def test_a_missing_tensor_has_the_advice_that_fits_the_file(layout, step):
+    whole = dataclasses.replace(make_model(), layout=layout)
+    down = "ffn_down" if layout == "stock" else "ffn_down_t"
+    named = {name.replace("ffn_down_t", down): entry for name, entry in whole.tensors.items()}
+    left = {name: entry for name, entry in named.items() if "1.attn_q" not in name}
+    with pytest.raises(HotsplitError, match=f"no tensor 'blk.1.attn_q.* layers; {step}"):
+        dataclasses.replace(whole, tensors=left).validate()

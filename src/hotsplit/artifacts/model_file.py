@@ -147,7 +147,9 @@ class ModelFile:
             what = f"unknown tensor {shown(unknown[0])}" if unknown else f"no tensor {missing[0]!r}"
             parts = {entry.part for entry in self.tensors.values()} - {None}
             place = (unknown and self.tensors[unknown[0]].part) or self.path
-            again = "download its parts" if parts else "convert the checkpoint"
+            is_downloaded = self.layout == "stock"  # convert checks what it writes
+            again = "download the file" if is_downloaded else "convert the checkpoint"
+            again = "download its parts" if parts else again
             raise HotsplitError(
                 f"{place}: {what} for a {self.layout} {self.architecture} of"
                 f" {self.spec.num_layers} layers; {again} again"

@@ -39,7 +39,7 @@ HELP = """\
 /save FILE       write the conversation (JSON)
 /load FILE       continue a saved conversation
 /stats           how much of the context is used, and the speed of the last answer
-/quit            leave; so does Ctrl-D
+/quit or /bye    leave; so does Ctrl-D
 Enter sends, Alt-Enter or a backslash before Enter makes a new line, Ctrl-C stops an answer.
 A message that begins with / is written with //."""
 
@@ -97,7 +97,7 @@ def converse(
 
 
 class Talk:
-    """One conversation: takes lines until there are no more, or until /quit or /exit."""
+    """One conversation: takes lines until there are no more, or until /quit, /exit or /bye."""
 
     def __init__(
         self, chat: "Conversation", lines: Lines, is_typed: bool, *, is_greedy: bool = False
@@ -131,7 +131,7 @@ class Talk:
         self.num_lines += 1
         name, rest = [*line.strip()[1:].split(maxsplit=1), "", ""][:2]
         if not line.startswith("/"):
-            if self.is_typed and line.strip().lower() in ("exit", "quit"):
+            if self.is_typed and line.strip().lower() in ("exit", "quit", "bye"):
                 note(f"[/{line.strip().lower()} leaves; this is sent to the model]")
             self._show(self.chat.say(line))
         elif line.startswith("//"):
@@ -217,7 +217,7 @@ class Talk:
                         f" prompt {chat.run.prefill_tokens} tokens, {chat.run.cached_tokens} kept,"
                         f" the rest in {chat.run.prefill_s:.2f} s"
                     )
-            case "quit" | "exit":
+            case "quit" | "exit" | "bye":
                 self._is_over = True
             case _:
                 line = "no such command; /help lists them, and // begins a message with /"

@@ -135,6 +135,18 @@ OF_LLAMACPP = {
     "tokenize": "serve's /tokenize",
 }
 
+# Ollama's commands, and what to type here.
+OF_OLLAMA = {
+    "pull": "hotsplit run ORG/NAME, which downloads what is not there",
+    "list": "hotsplit cache list",
+    "ls": "hotsplit cache list",
+    "rm": "hotsplit cache clear NAME",
+    "ps": "GET /metrics of hotsplit serve; a model is loaded as long as its command runs",
+    "stop": "Ctrl-C where hotsplit serve runs",
+    "show": "hotsplit inspect FILE",
+    "create": "hotsplit convert",
+}
+
 
 def usage_line(error: "click.ClickException", arguments: Sequence[str]) -> str:
     """A line on a wrong command line, which names the help that lists the options."""
@@ -152,7 +164,9 @@ def usage_line(error: "click.ClickException", arguments: Sequence[str]) -> str:
     longer = sorted(option for option in possible or () if option.startswith(f"{name}-"))
     close = longer[:1] if name else []
     close = close or get_close_matches(name, possible or (), 1, least)
-    if close:
+    if name in OF_OLLAMA:
+        message += f"; here: {OF_OLLAMA[name]}"
+    elif close:
         message += f", did you mean {close[0]}?"
     elif name in OF_LLAMACPP:
         message += f"; llama.cpp's is {OF_LLAMACPP[name]} here"

@@ -141,8 +141,8 @@ def take_request(
         raise click.UsageError("--chat does not use a prompt cache: leave --prompt-cache out.")
     if prompt_cache and not prompt_cache.absolute().parent.is_dir():
         raise HotsplitError(f"{prompt_cache}: its folder does not exist; create it first")
-    if has_prompt:
-        prompt_sources.note_unread(sources[0], sources[1])
+    if has_prompt and sources[0] is None:
+        prompt_sources.note_unread(sources[1])
     return CommandRequest(
         prompts=prompt_sources.prompts_of(*sources) if has_prompt else [],
         is_many=is_many,

@@ -6,6 +6,7 @@ As in llama.cpp, the newline with which editors and `echo` end a file is not par
 import fcntl
 import json
 import os
+import select
 import stat
 import sys
 import termios
@@ -44,6 +45,7 @@ chat_options = joined(
     ),
 )
 MAX_BYTES = 64 << 20
+PIPE_S = 0.3  # in which a program that writes to a pipe has begun
 MOST_PROMPTS = 256  # continued together
 
 
@@ -73,27 +75,43 @@ def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list
         prompts = lines
     elif prompt == STDIN or str(file) == STDIN:
         prompts = [_without_end(_stdin())]
+    elif file is not None:
+        prompts = [_without_end(read_text(file, "prompt"))]
     else:
-        prompts = [prompt if file is None else _without_end(read_text(file, "prompt"))]  # type: ignore[list-item]
+        assert prompt is not None
+        prompts = [_with_stdin(prompt)]
     if not all(prompts):
         raise HotsplitError("the prompt is empty; give it some text")
     return prompts
 
 
-def note_unread(prompt: str | None, file: Path | None) -> None:
-    """Says that a text on stdin is not read, if there is one beside a prompt that is given."""
-    if STDIN not in (prompt, str(file)) and _is_waiting():
+def note_unread(file: Path | None) -> None:
+    """Says that a text on stdin is not read, if there is one beside a file with a prompt."""
+    if str(file) != STDIN and _is_waiting(0.0):
         say("note: stdin has a text, which is not read; -f - reads it instead")
 
 
-def _is_waiting() -> bool:
-    """True if stdin is a file or a pipe with bytes that nobody has read yet."""
+def _with_stdin(prompt: str) -> str:
+    """The prompt and, an empty line behind it, the text on stdin, if there is one."""
+    if not _is_waiting(PIPE_S) or not (text := _without_end(_stdin())):
+        return prompt
+    say("note: the text on stdin is appended to the prompt")
+    return f"{prompt}\n\n{text}"
+
+
+def _is_waiting(seconds: float) -> bool:
+    """True if stdin is a file or a pipe with bytes that nobody has read yet. `seconds`: how long a
+    pipe may take to get some; that of a program which never writes stays open."""
     try:
         number = sys.stdin.fileno()
         about = os.fstat(number)
         if stat.S_ISREG(about.st_mode):
             return about.st_size > os.lseek(number, 0, os.SEEK_CUR)
         if not stat.S_ISFIFO(about.st_mode):
+            return False
+        if not select.select([number], [], [], seconds)[0]:
+            if seconds:
+                say("note: stdin is an open pipe without a text so far, and is not read")
             return False
         count = fcntl.ioctl(number, termios.FIONREAD, bytes(4))
     except (AttributeError, OSError, ValueError):  # closed, or no file
