@@ -55,7 +55,7 @@ class Forecast:
     experts on the CPU, and its seconds; None without a GPU. `fast_s`: `token_s` if a hand-over to
     the CPU takes FAST_HAND_OVER_S; None if that saves nothing. `prompt_s`, `rival_prompt_s`: of
     PROMPT tokens by the plan, and by llama.cpp's faster way; None where not known. `drafts`: by the
-    model's own block; None if it is not loaded."""
+    model's own block, of which a part is on a GPU with `draft_on_gpu`; None if it is not loaded."""
 
     token_s: float
     first_s: float
@@ -67,6 +67,7 @@ class Forecast:
     prompt_s: float | None
     rival_prompt_s: float | None
     drafts: DraftGain | None
+    draft_on_gpu: bool
     gap: float | None  # of a plan: what a better one could save at most; None for what needs none
     gpu_bytes: Items
     cpu_bytes: Items
@@ -150,6 +151,7 @@ def forecast(
         drafts=None
         if why_no_drafts(job, uses_gpu=uses_gpu)
         else draft_gain(inputs, found.answer.objective_s, on_gpus=on_gpus(inputs, pipeline, plan)),
+        draft_on_gpu=split.draft_on_gpu,
         gap=found.answer.gap if choice.budgets else None,
         gpu_bytes=split.gpu_bytes,
         cpu_bytes=split.cpu_bytes,
@@ -220,6 +222,7 @@ def _inputs(
         workspace=workspace_bytes,
         num_sequences=own.num_sequences,
         kv_offload=selection,
+        has_draft=own.draft_block and bool(job.choice.budgets),
     )
     is_as_it_is = model.layout == "stock" and not any(budgets)
     return replace(inputs, model=replace(model, runs_as_it_is=is_as_it_is))

@@ -94,6 +94,7 @@ def memories_of(
             _num_ids(model, plan, device, placement),
             max_rows,
             num_sequences,
+            has_block=plan is not None and plan.draft_on_gpu,
         )
         found[device] = DeviceMemory.of(device, size, budget)
     return found
@@ -120,11 +121,16 @@ def slab_bytes(
     num_ids: int = 0,
     max_rows: int = 1,
     num_sequences: int = 1,
+    *,
+    has_block: bool = False,
 ) -> int:
     """Permanent bytes on a GPU: the weights (without the embedding) and the cache of `items`, the
-    buffers of a decode step, the ids of hot neurons, and an alignment gap per tensor."""
+    buffers of a decode step, the ids of hot neurons, and an alignment gap per tensor. `has_block`:
+    with the buffers of a step of the draft block."""
     stays = sum(count for item, count in items.items() if item not in ("workspace", "embedding"))
     vectors_bytes = decode_bytes(model, context_length, max_rows, num_sequences)
+    if has_block and model.draft is not None:
+        vectors_bytes += decode_bytes(model.draft, context_length, max_rows, num_sequences)
     return stays + vectors_bytes + slab_extras(model, num_ids)
 
 

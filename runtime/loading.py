@@ -7,8 +7,10 @@ import logging
 import math
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile, for_context, with_rope_scaling
@@ -35,6 +37,7 @@ from hotsplit.runtime.kernels.threads import use_default_threads
 from hotsplit.runtime.model.expert_loader import check_routers
 from hotsplit.runtime.model.loader import load_weights
 from hotsplit.runtime.model.neuron_loader import runs_by_output
+from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache
 from hotsplit.runtime.neuron_cache.setup import first_residents, not_copied, setup_of
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -51,6 +54,7 @@ from hotsplit.runtime.resolved_options import (
     mode_of,
     no_drafts_on_gpu,
     placement_of,
+    placement_of_block,
     residence_of,
     sequences_of,
     without_gpu,
@@ -229,14 +233,20 @@ class LoadedModel:
             self.resident_LN = first_residents(self.model, self.plan)
 
     def _choose_draft(self) -> None:
-        """The draft block is loaded on the CPU, beside a GPU where drafts can be checked."""
+        """The draft block is loaded on the CPU, or where the plan has it, beside a GPU where drafts
+        can be checked."""
         self.has_draft = self.config.draft_block and self.model.draft is not None
+        self.block_placement = Placement.on_one_device(1, torch.device("cpu"))
+        self.is_block_on_gpu = self.has_draft and self.is_on_gpu and self.plan is not None
+        self.is_block_on_gpu &= self.plan is not None and self.plan.draft_on_gpu
+        if self.is_block_on_gpu:
+            self.block_placement = placement_of_block(self.model, self.placement)
         if not self.has_draft or not self.is_on_gpu:
             return
         is_alone = self.setup is not None or self.placement.is_cache_on_host
         why = no_drafts_on_gpu(self.model, has_plan=self.plan is not None, one_token=is_alone)
         if why:
-            self.has_draft = False
+            self.has_draft = self.is_block_on_gpu = False
             self.notice(f"the draft block is not loaded, since {why}")
 
     def _take_memory(self) -> None:
@@ -294,7 +304,7 @@ class LoadedModel:
                 num_sequences=self.num_sequences,
                 cache_types=self.cache_types,
                 resident_LN=self.resident_LN,
-                has_draft=self.has_draft,
+                draft_placement=self.block_placement if self.has_draft else None,
             )
         check_routers(self.model, self.weights.layers)  # once the uploads are done
         if self.model.draft is not None and self.weights.draft is not None:
@@ -313,16 +323,23 @@ class LoadedModel:
         """Builds the decode step and the decoder."""
         backend = self._backend()
         step: NativeStep | HybridStep
+        block: HybridStep | None = None
         if backend is None:
             is_read = self.has_draft or has_assistants(self.model.spec)
             step = native_step.build(self.weights, self.traffic, ("x",) * is_read)
         else:
+            # Both steps take memory from one allocator of each device.
+            backend = replace(backend, take=cache(backend.take))
             given = self.weights, self.placement, self.traffic, backend, self.neuron_cache
             step = hybrid_builder.build(*given, self.max_rows, self.passes)
+            if self.is_block_on_gpu:
+                assert self.weights.draft is not None
+                own = self.weights.draft, self.block_placement, Traffic(), backend
+                block = hybrid_builder.build(*own, max_rows=self.max_rows)
         draft = None
         if self.has_draft:
             of_pass = step.most_tokens if isinstance(step, HybridStep) else 0
-            draft = DraftStep(self.weights, max(step.max_rows, of_pass))
+            draft = DraftStep(self.weights, max(step.max_rows, of_pass), block)
         self.decoder = Decoder(
             weights=self.weights, observers=Observers(), native=step, draft=draft
         )

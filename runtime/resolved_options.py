@@ -17,6 +17,7 @@ from hotsplit.costs.part_bytes import (
     Items,
     bytes_beside,
     draft_bytes,
+    inexact_kinds,
     is_expert,
     packed_bytes,
     plan_bytes,
@@ -27,7 +28,6 @@ from hotsplit.model.modes import Mode
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import KeySelection
-from hotsplit.runtime.kernels.gpu.launch import INEXACT_ROWS
 from hotsplit.runtime.kernels.grids import is_read_in_file
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
@@ -177,6 +177,14 @@ def placement_of(
     return Placement.on_one_device(num_layers, gpus[0])
 
 
+def placement_of_block(model: ModelFile, placement: Placement) -> Placement:
+    """The devices of a draft block that a plan has where the last layer's attention is."""
+    block = model.draft
+    assert block is not None
+    is_shared = block.tensors[block.head_name] is model.tensors[model.head_name]
+    return placement.of_block(model.spec.last_attending, has_own_head=not is_shared)
+
+
 def no_drafts_on_gpu(model: ModelFile, *, has_plan: bool, one_token: bool) -> str:
     """Why no draft of the model's block, which the CPU computes, can be checked beside a GPU; "" if
     some can. `one_token`: with a neuron cache, or keys in main memory."""
@@ -184,13 +192,7 @@ def no_drafts_on_gpu(model: ModelFile, *, has_plan: bool, one_token: bool) -> st
         return "without a plan, a GPU has the whole model, and main memory none of it"
     if one_token:
         return "a step takes one token with a neuron cache, or with keys in main memory"
-    tensors = model.tensors.items()
-    dense = {
-        e.kind
-        for n, e in tensors
-        if not is_expert(n.split(".", 2)[-1]) and n != "token_embd.weight"
-    }
-    if kinds := sorted(dense.intersection(INEXACT_ROWS)):
+    if kinds := inexact_kinds(model):
         return f"a GPU rounds rows of {', '.join(kinds)} differently when it computes several"
     return ""
 
@@ -215,8 +217,15 @@ def bytes_by_role_of(
     if plan is not None:
         gpus, cpu_bytes = plan.items_of_gpus(model)
         if has_draft:
-            given = context_length, num_sequences, cache_types
-            for item, size in draft_bytes(model, *given, has_head=not plan.head_on_gpu).items():
+            sizes = draft_bytes(
+                model,
+                context_length,
+                num_sequences,
+                cache_types,
+                has_head=not plan.head_on_gpu,
+                is_on_gpu=plan.draft_on_gpu,
+            )
+            for item, size in sizes.items():
                 cpu_bytes[item] += size
         return {"gpu": {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, "cpu": cpu_bytes}
     num_layers, read = model.spec.num_layers, as_read(model, device, mode)

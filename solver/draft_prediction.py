@@ -1,5 +1,5 @@
-"""What drafts by a model's own block are predicted to gain. The CPU computes the block, also beside
-a GPU.
+"""What drafts by a model's own block are predicted to gain. The CPU computes the block, but for
+what a plan has of it on a GPU.
 
 A round drafts n tokens with the block, checks them in a step of n + 1 rows and keeps the accepted
 ones. With the chances a(i) of the i-th guess, if those before it are right, it yields
@@ -23,7 +23,7 @@ whose experts or neurons are on both sides, the slower side counts.
 Letters: L layers, E experts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
@@ -50,7 +50,9 @@ class OnGpus:
     """What GPUs have of a model. `cold_LE`: the share of each expert, or of all neurons in a layer
     without experts, that the CPU has, f64; `units_s_L`: of a row's experts, or of neurons, on a
     GPU, in layers `by_row_L` once for each row. Fixed seconds of a step: `kernels_s_L` of the GPU's
-    side, `hand_over_s_L` of the CPU's."""
+    side, `hand_over_s_L` of the CPU's. `block_s`: of a step of the draft block, the part that is on
+    a GPU with the head, taken to be as long as for the last layer that attends; None: the CPU has
+    the block."""
 
     dense_L: np.ndarray
     head: bool
@@ -59,6 +61,7 @@ class OnGpus:
     by_row_L: np.ndarray
     kernels_s_L: np.ndarray
     hand_over_s_L: np.ndarray
+    block_s: float | None = None
 
     def units_s(self, layer: int, rows: float) -> float:
         """Seconds of a GPU's side of a layer's experts or neurons."""
@@ -104,7 +107,17 @@ def on_gpus(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> OnGp
         kernels_s_L=np.array([p.kernels_s_L[layer] for layer, p in enumerate(problems)])
         * placement.hot_LF.any(axis=1),
         hand_over_s_L=pipeline.model.hand_over_s_L * (is_divided_L | is_apart_L),
+        block_s=_block_seconds(inputs, pipeline, plan),
     )
+
+
+def _block_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> float | None:
+    if not inputs.places_draft or not plan.placement.dense_L[inputs.model.spec.last_attending]:
+        return None
+    last = inputs.model.spec.last_attending
+    problem = pipeline.problems[plan.home_I[last]]
+    head_s = problem.head_gpu_s if plan.placement.head else problem.head_cpu_s
+    return float(problem.dense_gpu_s_L[last] + head_s + problem.use_s + problem.hand_over_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +155,9 @@ def draft_gain(
     head_share = FIRST_IDS / ids if ids >= 2 * FIRST_IDS else 1.0
 
     block_s = fixed_s + rows_seconds(block, machine, own_LE, 1, head_share)
+    if on_gpus is not None and on_gpus.block_s is not None:
+        on_gpu = replace(nothing(1), dense_L=np.array([True]), head=True)
+        block_s = on_gpus.block_s + rows_seconds(block, machine, own_LE, 1, on_gpus=on_gpu)
     found_s = [token_s]
     for num in range(1, len(accepted) + 1):
         tokens = 1 + sum(reached[:num])

@@ -11,7 +11,13 @@ from hotsplit.artifacts.model_file import ModelFile, with_rope_scaling
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.cache_bytes import CacheSize
 from hotsplit.costs.default_mode import mode_meant, sparse_modes
-from hotsplit.costs.part_bytes import DEFAULT_CONTEXT, cache_bytes, embedding_bytes, layer_bytes
+from hotsplit.costs.part_bytes import (
+    DEFAULT_CONTEXT,
+    cache_bytes,
+    embedding_bytes,
+    inexact_kinds,
+    layer_bytes,
+)
 from hotsplit.costs.state_bytes import kept_bytes, slots_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.model.modes import Mode, runs_predictors
@@ -56,6 +62,15 @@ class Inputs:
     swapped_rows: int = 0  # most neurons that a neuron cache swaps in a step; 0: no neuron cache
     num_sequences: int = 1  # texts at a time
     kv_offload: KeySelection | None = None  # if set, keys are in main memory: which a token reads
+    has_draft: bool = True  # a draft block in the file is wanted
+
+    @property
+    def places_draft(self) -> bool:
+        """True if the draft block is placed beside the attention of the last layer that attends: if
+        there is one, and steps check drafts."""
+        is_one_token = self.kv_offload is not None or self.swapped_rows > 0
+        can_draft = self.has_draft and self.model.draft is not None and not is_one_token
+        return can_draft and not inexact_kinds(self.model)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -211,6 +226,7 @@ def inputs_from(
     swapped_rows: int = 0,
     num_sequences: int = 1,
     kv_offload: KeySelection | None = None,
+    has_draft: bool = True,
 ) -> Inputs:
     """Checked inputs from what the files at `paths` hold. None: all main memory, the model's
     context up to DEFAULT_CONTEXT, and the mode that the model was made for. Raises HotsplitError if
@@ -228,6 +244,7 @@ def inputs_from(
         swapped_rows=swapped_rows,
         num_sequences=num_sequences,
         kv_offload=kv_offload,
+        has_draft=has_draft,
     )
     _check_profile(inputs)
     num_gpus, path = len(inputs.machine.gpus), inputs.paths[2]

@@ -50,6 +50,12 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
             read_s = read_kv / (machine.costs.kv_gb_per_s.median * 1e9)
             gpu_s += gpu.hand_over_s.median + copies_s + read_s
         kept = 0 if is_offloaded else inputs.kv_bytes(layer)
+        if inputs.places_draft and layer == spec.last_attending:
+            kept += sum(
+                part_bytes.draft_gpu_bytes(
+                    model, inputs.context_length, inputs.num_sequences
+                ).values()
+            )
         dense_bytes.append(num_bytes + kept + inputs.state_bytes(layer))
         dense_gpu_s.append(gpu_s)
         dense_cpu_s.append(cpu_seconds(model, machine, layer, read_kv, inputs.mode, is_read))

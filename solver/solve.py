@@ -127,6 +127,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
         kv_offload=inputs.kv_offload,
         num_experts=max(x.neurons.num_experts for x in spec.layers) if spec.has_experts else 0,
         prompt_rates=prompt_rates(inputs),
+        draft_on_gpu=inputs.places_draft and bool(placement.dense_L[spec.last_attending]),
     )
     gpus, cpu_bytes = empty.items_of_gpus(inputs.model)
     gpu_bytes = {item: sum(items[item] for items in gpus) for item in cpu_bytes}

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from hotsplit.model.draft_block import EMBEDDED
 from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
@@ -63,6 +64,11 @@ class Weights:
     def outer(self) -> Mapping[str, LoadedOp]:
         """Operations outside the layers, by kind."""
         return {**self.first, **self.last}
+
+    @property
+    def shows_hidden(self) -> bool:
+        """True if a draft block reads the last layer's output: the model's, or the block itself."""
+        return self.draft is not None or self.spec.embedded == EMBEDDED
 
     @cached_property
     def layer_states(self) -> tuple[LayerState, ...]:

@@ -56,13 +56,13 @@ def load_weights(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
     resident_LN: Sequence[np.ndarray] | None = None,
-    has_draft: bool = False,
+    draft_placement: Placement | None = None,
 ) -> Weights:
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
     projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device has
     an uploader, its weights go into the uploader's memory. `cache_types`: None for the model's own.
     `resident_LN`: the neurons or experts in the slots of a neuron cache, none in a layer without
-    slots. `has_draft`: the draft block is loaded, too, on the CPU."""
+    slots. `draft_placement`: of the draft block; None: it is not loaded."""
     builder = Builder(
         model,
         placement,
@@ -74,8 +74,8 @@ def load_weights(
         resident_LN=resident_LN,
     )
     weights = builder.weights()
-    if has_draft:
-        weights = replace(weights, draft=builder.draft(weights))
+    if draft_placement is not None:
+        weights = replace(weights, draft=builder.draft(weights, draft_placement))
     builder.neurons.report_transposed(notice)
     return weights
 
@@ -157,30 +157,29 @@ class Builder:
             states=StateSlots(self.num_sequences) if self.spec.has_states else None,
         )
 
-    def draft(self, weights: Weights) -> Weights:
-        """The draft block, which shares the model's block table and, unless it has its own, the
-        embedding and the head."""
-        file = self.model.draft
+    def draft(self, weights: Weights, placement: Placement) -> Weights:
+        """The draft block, which shares the model's block table and, unless it has its own, or is
+        on another device, the embedding and the head."""
+        file, head_device = self.model.draft, placement.head_device
         assert file is not None
-        placement = Placement.on_one_device(1, CPU)
         own = replace(
             self, model=file, placement=placement, resident_LN=None, own_tables=self.tables
         )
         embedding, head = weights.embedding, weights.head
-        tensors, is_beside_gpu = self.model.tensors, weights.head_device != CPU
+        tensors, is_apart = self.model.tensors, weights.head_device != head_device
         entry, own_head = file.tensors["token_embd.weight"], file.tensors[file.head_name]
-        if entry is not tensors["token_embd.weight"] or is_beside_gpu:
+        if entry is not tensors["token_embd.weight"] or weights.head_device != CPU:
             embedding = matrix_of(entry, CPU)
-        if own_head is not tensors[self.model.head_name] or is_beside_gpu:
-            head = Linear(weight=own.matrix(own_head, CPU, "head"))
+        if own_head is not tensors[self.model.head_name] or is_apart:
+            head = Linear(weight=own.matrix(own_head, head_device, "head"))
         return Weights(
             spec=own.spec,
             embedding=embedding,
             positions=None,
             layers=own.layers(),
-            output_norm=own.output_norm(CPU, "head"),
+            output_norm=own.output_norm(head_device, "head"),
             head=head,
-            head_device=CPU,
+            head_device=head_device,
             first=load_all(own, own.spec.first, None, CPU),
         )
 

@@ -35,6 +35,18 @@ class Placement:
             is_cache_on_host=split.kv_offload is not None,
         )
 
+    def of_block(self, layer: int, *, has_own_head: bool) -> "Placement":
+        """Of a draft block, as a model of one layer, whose attention is where that of this layer
+        is, and whose neurons are on the CPU; so is the head, if it is the block's own."""
+        return replace(
+            self,
+            homes=(self.homes[layer], self.homes[-1]),
+            dense_on_gpu=(self.dense_on_gpu[layer],),
+            head_on_gpu=self.head_on_gpu and not has_own_head,
+            hot=(np.zeros(0, np.int32),),
+            numbers=(self.numbers[layer], self.numbers[-1]),
+        )
+
     @classmethod
     def on_one_device(cls, num_layers: int, device: torch.device) -> "Placement":
         homes = (device,) * (num_layers + 1)

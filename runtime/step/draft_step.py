@@ -12,7 +12,8 @@ heads, X width of a row as stored."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from ctypes import Array
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,11 +22,14 @@ from torch import Tensor
 from hotsplit.costs.pass_length import MOST_WAITING, PAST_STATES
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.cache.kv_cache import KVCache
+from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.step import native_step
 from hotsplit.runtime.step.batch import Row, Wanted, rows_of, runs_of
-from hotsplit.runtime.step.native_step import RowStruct, row_struct
+from hotsplit.runtime.step.hybrid_step import HybridStep
+from hotsplit.runtime.step.native_step import NativeStep, RowStruct, row_struct
 
 _TIMED_ROWS = 16  # of a pass without logits
 
@@ -70,18 +74,51 @@ class DraftState:
     hidden_WD: Tensor
 
 
-class DraftStep:
-    """The draft block of a model, on the CPU. It follows texts only while `is_on`."""
+class _HybridBlock:
+    """The hybrid step of a block that has a part on a GPU, with the names of a native one."""
 
-    def __init__(self, weights: Weights, most_rows: int) -> None:
-        """`weights`: the model's; `most_rows`: of a step or pass of the model."""
+    limit_ids = None  # the head computes all logits
+
+    def __init__(self, step: HybridStep, norm: Norm) -> None:
+        """`norm`: the block's output norm."""
+        self._step, self._norm = step, replace(norm, weight_D=norm.weight_D.cpu())
+        self.max_rows, hidden_TD = step.max_rows, step.host.values["hidden"]
+        self.shared = {"hidden": hidden_TD, "head_in": torch.zeros(1, hidden_TD.shape[1])}
+
+    def run_rows(self, rows: Sequence[Row]) -> Tensor:
+        """The logits of rows that want them; "head_in" then has the last row's hidden state."""
+        logits_RV = self._step.run_rows(rows)
+        assert self._step.hidden is not None
+        num_rows = next(count for count in ROWS if count >= len(rows))
+        x_TD = self._step.hidden("step", num_rows)
+        self.shared["head_in"][0] = self._norm.apply(x_TD[len(rows) - 1])
+        return logits_RV
+
+    def run_structs(self, structs: Array[RowStruct], num_logits: int) -> Tensor:
+        names = ("token", "position", "sequence")
+        places = [{name: getattr(each, name) for name in names} for each in structs]
+        return self.run_rows([Row(**place, has_logits=True) for place in places])
+
+
+class DraftStep:
+    """The draft block of a model, on the CPU or with a part on a GPU. It follows texts only while
+    `is_on`."""
+
+    def __init__(self, weights: Weights, most_rows: int, placed: HybridStep | None = None) -> None:
+        """`weights`: the model's; `most_rows`: of a step or pass of the model; `placed`: the step
+        of a block with a part on a GPU."""
         norm = weights.output_norm
         assert weights.draft is not None and norm is not None and norm.bias_D is None
-        self._weight_D, self._epsilon = norm.weight_D.numpy(), norm.epsilon
+        self._weight_D, self._epsilon = norm.weight_D.cpu().numpy(), norm.epsilon
         self._shape = MOST_WAITING + most_rows, weights.spec.hidden_size  # of waiting states
         self._cache: KVCache = weights.cache
         (self._layer,) = weights.draft.cache.layers
-        self._step = native_step.build(weights.draft, Traffic(), ("hidden", "head_in"))
+        self._step: NativeStep | _HybridBlock
+        if placed is None:
+            self._step = native_step.build(weights.draft, Traffic(), ("hidden", "head_in"))
+        else:
+            assert weights.draft.output_norm is not None
+            self._step = _HybridBlock(placed, weights.draft.output_norm)
         self.limit_ids = self._step.limit_ids
         self._row = (RowStruct * 1)(row_struct(*rows_of([0], 0)))  # of further guesses
         self._hidden_TD, self._own_TD = (

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotsplit.model.weight_types import INEXACT_ROWS
 from hotsplit.runtime.device.streams import HostNode, Stream
-from hotsplit.runtime.kernels.gpu.launch import INEXACT_ROWS
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.neuron_cache.neuron_cache import NeuronCache

@@ -192,7 +192,8 @@ class Lowering:
             x_D, sum_PD, term_D = self._summands([value], op.layer)
         else:
             reads = pending.reads
-            if value != out and is_read(value, later):
+            is_last = op.layer is None and self.weights.shows_hidden
+            if value != out and (is_last or is_read(value, later)):
                 kept_D, writes = self._tensor(value, op.layer), (*writes, value)
             x_D, sum_PD, term_D = self._summands(pending.reads, pending.layer)
         copies = self._copies(op, later)

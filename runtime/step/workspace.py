@@ -179,6 +179,8 @@ def gpu_bytes(model: ModelFile, context_length: int, num_sequences: int = 1) -> 
     size = sum(entry.num_bytes for entry in model.tensors.values())
     rows, num_ids = planned_rows(num_sequences), sum(x.neurons.num_units for x in model.spec.layers)
     step = decode_bytes(model, context_length, rows, num_sequences)
+    if model.draft is not None:
+        step += decode_bytes(model.draft, context_length, rows, num_sequences)
     beside = BESIDE_BYTES + max(STEP_BYTES, step) + slab_extras(model, num_ids)
     (largest, least), found = streamed_bytes(model), 0
     for tokens in PLANNED_TOKENS:

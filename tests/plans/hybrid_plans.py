@@ -71,9 +71,16 @@ def stepped(engine, ids=IDS):
     return torch.stack([engine._step(token, i).clone() for i, token in enumerate(ids)])
 
 
-def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context: int = 32):
+def random_plan(
+    model: ModelFile,
+    seed: int,
+    *,
+    num_sequences: int = 1,
+    context: int = 32,
+    draft_on_gpu: bool = False,
+):
     """Hot neurons or experts of each layer (none, some or all), sides of the dense blocks and the
-    head, and one or two GPUs."""
+    head, and one or two GPUs. `draft_on_gpu`: with the draft block, beside the last attention."""
     chance, layers = np.random.default_rng(seed), model.spec.layers
     hot = []
     for layer in layers:
@@ -82,6 +89,8 @@ def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context:
         count = chance.choice([0, number, *others])
         hot.append(np.sort(chance.permutation(number)[:count]))
     dense = [chance.random() < 0.7 for _ in layers]
+    if draft_on_gpu:
+        dense[model.spec.last_attending] = True
     home = None
     if chance.random() < 0.3:
         first = int(chance.integers(1, len(layers) + 1))
@@ -94,5 +103,6 @@ def random_plan(model: ModelFile, seed: int, *, num_sequences: int = 1, context:
         home=home,
         num_sequences=num_sequences,
         context_length=context,
+        draft_on_gpu=draft_on_gpu,
     )
     return dataclasses.replace(split, mode="dense")

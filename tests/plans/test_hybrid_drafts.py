@@ -12,7 +12,7 @@ from draft_blocks import CASES, random_with_block
 from fake_cuda import library
 from hybrid_plans import random_plan
 from models import make_sizes
-from passes import passing
+from passes import CPU, passing, plain_backend, reference_kernels
 from reference import rel_error
 from test_draft_block import ALL, ANY, PROMPT, SEEDED, forcing
 from test_fake_step import checked_cuda
@@ -22,11 +22,16 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.costs.part_bytes import draft_bytes
-from hotsplit.runtime import resolved_options
+from hotsplit.costs import part_bytes
+from hotsplit.costs.part_bytes import draft_bytes, draft_gpu_bytes
 from hotsplit.runtime.cache.state_slots import StateSlots
 from hotsplit.runtime.drafting import drafting
 from hotsplit.runtime.kernels.gpu.launch import ROWS
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.ops.neurons.feed_forward import Traffic
+from hotsplit.runtime.resolved_options import placement_of_block
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.draft_step import DraftStep
 from hotsplit.runtime.step.sequences import Part
 
 CONTEXT = 80
@@ -42,12 +47,20 @@ def file(request, tmp_path_factory):
     return ModelFile.load(path)
 
 
-def by_plan(file, seed, *, draft_block=True, num_sequences=1):
-    """An engine with a random plan, whose steps, of up to 4 rows, and passes are hybrid ones."""
+def by_plan(file, seed, *, draft_block=True, num_sequences=1, is_placed=False):
+    """An engine with a random plan, whose steps, of up to 4 rows, and passes are hybrid ones.
+    `is_placed`: so are those of the block."""
     split = random_plan(file, seed, context=CONTEXT, num_sequences=num_sequences)
     engine = Engine.of(file, split, device="cpu", draft_block=draft_block)
     step = passing(engine, split, max_rows=4)
-    engine._sequences.decoder = dataclasses.replace(engine._live, native=step)
+    draft = engine._live.draft
+    if is_placed:
+        weights, homes = engine._live.weights, (CPU,) * len(split.budgets)
+        placement = Placement.of_split(split, homes)
+        backend, block = plain_backend(reference_kernels()), placement_of_block(file, placement)
+        placed = hybrid_builder.build(weights.draft, block, Traffic(), backend, max_rows=4)
+        draft = DraftStep(weights, step.most_tokens, placed)
+    engine._sequences.decoder = dataclasses.replace(engine._live, native=step, draft=draft)
     return engine
 
 
@@ -66,12 +79,13 @@ def first_guesses(engine, ids):
     return torch.stack(found)
 
 
+@pytest.mark.parametrize("is_placed", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_block_has_the_hidden_states_of_passes_and_steps(file, seed):
+def test_the_block_has_the_hidden_states_of_passes_and_steps(file, seed, is_placed):
     with Engine.of(file, device="cpu", draft_block=True, context_length=CONTEXT) as engine:
         ids = PROMPT + text_of(engine, 50, sampling=SEEDED)
         want_RV = first_guesses(engine, ids)
-    with by_plan(file, seed) as engine:
+    with by_plan(file, seed, is_placed=is_placed) as engine:
         assert rel_error(first_guesses(engine, ids), want_RV) < 5e-3
         hidden = engine._live.native.hidden
         engine._live.native.hidden = lambda *given: hidden(*given).roll(1, dims=0) * 1.5
@@ -85,9 +99,10 @@ def check_drafts(engine):
         assert engine.last_run.drafted > engine.last_run.accepted > 5
 
 
+@pytest.mark.parametrize("is_placed", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_drafts_of_the_block_change_no_text(file, seed):
-    with by_plan(file, seed) as engine:
+def test_drafts_of_the_block_change_no_text(file, seed, is_placed):
+    with by_plan(file, seed, is_placed=is_placed) as engine:
         check_drafts(engine)
 
 
@@ -147,7 +162,7 @@ def test_a_plan_on_a_device_has_the_block_beside_it(file, monkeypatch, caplog):
         assert engine.has_draft_block
         check_drafts(engine)
         more = engine.bytes_by_role["cpu"]
-    monkeypatch.setattr(resolved_options, "INEXACT_ROWS", ("q8_0",))
+    monkeypatch.setattr(part_bytes, "INEXACT_ROWS", ("q8_0",))
     with (
         caplog.at_level("INFO"),
         checked_cuda(),
@@ -169,3 +184,32 @@ def test_no_check_is_too_long_for_a_step(file):
         drafting(engine, options) as made,
     ):
         assert (made.begin().options.most, made.begin().options.least) == (100, 40)
+
+
+@pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux")
+@pytest.mark.parametrize("seed", [1, 3])
+def test_a_plan_on_a_device_has_the_block_on_it(file, seed):
+    """Of one seed the head is in main memory; bytes are those of the plan."""
+    split = random_plan(file, seed, context=CONTEXT, draft_on_gpu=True)
+    guesses = []
+    with checked_cuda(), Engine.of(file, split, device="cuda", draft_block=True) as engine:
+        weights = engine._live.weights.draft
+        (layer,) = weights.layers
+        assert layer.device.type == "cuda" and layer.attention.cache.device.type == "cuda"
+        assert weights.head is engine._live.weights.head
+        del weights, layer  # what they hold is freed with the engine
+        check_drafts(engine)
+        ids = PROMPT + text_of(engine, 50, sampling=SEEDED)
+        guesses.append(first_guesses(engine, ids))
+        gpu, cpu = (engine.bytes_by_role[role] for role in ("gpu", "cpu"))
+    with Engine.of(file, device="cpu", draft_block=True, context_length=CONTEXT) as engine:
+        guesses.append(first_guesses(engine, ids))
+    assert rel_error(*guesses) < 5e-3
+    assert gpu == split.gpu_bytes
+    without, _ = dataclasses.replace(split, draft_on_gpu=False).items_of_gpus(file)
+    own = draft_gpu_bytes(file, CONTEXT)
+    assert {i: gpu[i] - n for i, n in own.items()} == {
+        i: sum(items[i] for items in without) for i in own
+    }
+    items = draft_bytes(file, CONTEXT, is_on_gpu=True)
+    assert all(cpu[i] == split.cpu_bytes[i] + n for i, n in items.items())

@@ -1,6 +1,7 @@
 """What drafts by a model's block are predicted to gain, of models without weights: by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,10 @@ from delta_models import FEW, spec_of, without_weights
 from models import make_inputs, make_machine, make_sizes
 
 from hotsplit.artifacts.profile_file import Corpus
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs import part_bytes
 from hotsplit.costs.part_bytes import is_expert, state_bytes
+from hotsplit.errors import HotsplitError
 from hotsplit.model.draft_block import with_draft_block
 from hotsplit.solver.assumed import assumed_experts, every_neuron
 from hotsplit.solver.draft_prediction import (
@@ -21,8 +25,11 @@ from hotsplit.solver.draft_prediction import (
     rows_seconds,
     shares,
 )
+from hotsplit.solver.mode_choice import find
 from hotsplit.solver.multi_gpu import with_one_home
 from hotsplit.solver.problem import SolvedPlacement, on_one_device
+from hotsplit.solver.solve import split_of
+from hotsplit.solver.verify import verify
 
 RATE = 40e9
 TOKEN_S = 1.0
@@ -30,7 +37,7 @@ TOKEN_S = 1.0
 
 def inputs_of(*, has_experts: bool, has_block: bool = True, budget: int = 0):
     spec = spec_of(make_sizes(num_layers=8, width=256), experts=FEW if has_experts else None)
-    model = without_weights(with_draft_block(spec) if has_block else spec)
+    model = without_weights(with_draft_block(spec) if has_block else spec, "q8_0")
     profile = assumed_experts(model, 0.0) if has_experts else every_neuron(model)
     return make_inputs(model, profile, make_machine(cpu_gb_per_s=RATE / 1e9), budget)
 
@@ -137,8 +144,8 @@ def test_of_a_plan_the_slower_side_of_a_layer_counts():
 
 
 def test_rows_of_neurons_and_dense_blocks_on_a_gpu_cost_nothing():
-    """So that drafts gain what they would if the block alone took time."""
-    inputs = inputs_of(has_experts=False, budget=1 << 40)
+    """So that drafts gain what they would if the block alone took time, on the CPU."""
+    inputs = replace(inputs_of(has_experts=False, budget=1 << 40), has_draft=False)
     pipeline = inputs.pipeline()
     whole = with_one_home(on_one_device(pipeline.model, gpu=True))
     gpus = on_gpus(inputs, pipeline, whole)
@@ -152,3 +159,51 @@ def test_rows_of_neurons_and_dense_blocks_on_a_gpu_cost_nothing():
     want = rows_seconds(inputs.model, inputs.machine, np.ones((8, 1)), 3)
     got = rows_seconds(inputs.model, inputs.machine, np.ones((8, 1)), 3, on_gpus=same)
     assert got == want and nothing(8).units_s(0, 3) == 0.0
+
+
+@pytest.mark.parametrize("room", ["all", "too little", "not wanted"])
+def test_the_block_is_placed_with_the_last_attention(tmp_path, room):
+    """Its bytes are those of the plan, and verified; a plan that says otherwise is refused."""
+    inputs = inputs_of(has_experts=True, budget=1 << 40)
+    machine = make_machine(cpu_gb_per_s=0.01, launch_s=1e-8, hand_over_s=1e-8, cpu_run_s=1e-8)
+    inputs = replace(inputs, machine=machine)
+    own = sum(part_bytes.draft_gpu_bytes(inputs.model, inputs.context_length).values())
+    last = inputs.model.spec.last_attending
+    plain = replace(inputs, has_draft=False).pipeline().model
+    assert (inputs.pipeline().model.dense_bytes_L - plain.dense_bytes_L).tolist() == [
+        own * (layer == last) for layer in range(8)
+    ]
+    if room == "too little":
+        inputs = replace(inputs, budgets=(plain.workspace_bytes + own // 2,))
+    elif room == "not wanted":
+        inputs = replace(inputs, has_draft=False)
+    paths = inputs.model.path, None, Path("rtx-4060-8gb")  # of which none is read
+    found = find(replace(inputs, mode="dense", paths=paths), time_limit_s=0.0)
+    split = split_of(found, solve_s=0.0)
+    assert split.draft_on_gpu == (room == "all") == (room == "all" and split.dense_on_gpu[last])
+    verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)
+    split.save(path := tmp_path / "s.gguf")
+    assert Split.load(path).draft_on_gpu == split.draft_on_gpu
+    if room == "all":
+        without = replace(split, draft_on_gpu=False)
+        with pytest.raises(HotsplitError, match="attention of .* takes .* bytes on the GPU, but"):
+            verify(without, model=inputs.model, profile=inputs.profile, machine=inputs.machine)
+        block = replace(inputs.model, bare_spec=replace(inputs.model.bare_spec, draft=None))
+        with pytest.raises(HotsplitError, match="has a draft block on a GPU that .* lacks"):
+            split.check_against(block, path)
+
+
+def test_a_block_on_a_gpu_takes_its_part_there():
+    """By hand: the layer's dense block and the head as those of the model, neurons on the CPU."""
+    inputs = inputs_of(has_experts=False, budget=1 << 40)
+    pipeline, block = inputs.pipeline(), inputs.model.draft
+    problem = pipeline.model
+    gpus = on_gpus(inputs, pipeline, with_one_home(on_one_device(problem, gpu=True)))
+    names = block.layer_tensors[0].items()
+    neurons = sum(e.num_bytes for n, e in names if not part_bytes.is_dense(n))
+    outside = sum(e.num_bytes for n, e in block.tensors.items() if n.startswith("nextn."))
+    own_s = (neurons + outside) / RATE
+    last = inputs.model.spec.last_attending
+    own_s += problem.dense_gpu_s_L[last] + problem.head_gpu_s + problem.use_s + problem.hand_over_s
+    gain = draft_gain(inputs, TOKEN_S, (0.5,), gpus)
+    assert gain.by_number_s == pytest.approx([(TOKEN_S + own_s) / 1.5], rel=1e-6)

@@ -270,7 +270,11 @@ def test_plan_says_where_the_draft_block_is(kind, gpu_bytes, plan, options, says
     model = make_model(kind=kind, sizes=make_sizes(width=256, num_neurons=256))
     wishes = Wishes(engine=EngineConfig(**options))
     job = SimpleNamespace(choice=SimpleNamespace(model=model, budgets=plan), wishes=wishes)
-    assert re.search(says, _draft_place(job, SimpleNamespace(budgets=gpu_bytes)))
+    found = SimpleNamespace(budgets=gpu_bytes, draft_on_gpu=False)
+    assert re.search(says, _draft_place(job, found))
+    found.draft_on_gpu = True
+    is_there = says.startswith("in main memory beside: ")
+    assert ("beside the last layer's attention" in _draft_place(job, found)) == is_there
 
 
 def test_experts_of_k_quants_are_computed_row_by_row():

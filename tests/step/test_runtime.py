@@ -39,6 +39,7 @@ def make_split(
     cache=None,
     num_sequences=1,
     kv_offload=None,
+    draft_on_gpu=False,
 ):
     """A plan with these hot neurons and the bytes that it takes. `dense_on_gpu` is one value or
     one per layer; `home` is the GPU of each layer and the head."""
@@ -57,6 +58,7 @@ def make_split(
         neuron_cache=cache and CacheSize(most_rows=cache.most_rows, packs_bits=is_exact),
         num_sequences=num_sequences,
         cache_types=dataclasses.replace(CacheTypes.of(model.kv_kind), selection=kv_offload),
+        draft_on_gpu=draft_on_gpu,
     )
     gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
     return Split(
@@ -78,6 +80,7 @@ def make_split(
         cache=cache,
         num_sequences=num_sequences,
         kv_offload=kv_offload,
+        draft_on_gpu=draft_on_gpu,
     )
 
 

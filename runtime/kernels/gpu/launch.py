@@ -27,10 +27,6 @@ from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)  # T of a step
-# Kinds of matrices for which a row's rounding depends on T.
-INEXACT_ROWS = tuple(
-    sorted({kind for t in TYPES if not t.has_exact_rows for kind in (t.name, t.gpu_kind)})
-)
 _FLOAT_BYTES: dict[str, int] = {each.name: each.block_bytes for each in TYPES if each.is_float}
 _BYTE_KINDS = {
     kind

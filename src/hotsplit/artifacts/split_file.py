@@ -75,6 +75,9 @@ class SplitKeys:
     num_experts: Count = 0  # of a layer of a mixture, of which `hot` lists experts; 0: neurons
     # By which a prompt's experts on the CPU are computed there or streamed; None: all are streamed.
     prompt_rates: PromptRates | None = None
+    # The dense block of the draft block, and its keys and values, are on the GPU that has those of
+    # the last layer that attends; False: in main memory.
+    draft_on_gpu: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +176,8 @@ class Split(SplitKeys):
             keys["kv_offload"] = str(self.kv_offload)
         if self.num_experts:
             keys["num_experts"] = np.uint32(self.num_experts)
+        if self.draft_on_gpu:
+            keys["draft_on_gpu"] = True
         if self.prompt_rates is not None:
             rates = vars(self.prompt_rates)
             keys |= {f"prompt.{name}": np.float64(seconds) for name, seconds in rates.items()}
@@ -226,6 +231,10 @@ class Split(SplitKeys):
             )
 
     def _validate_cache(self) -> None:
+        if self.draft_on_gpu and (self.cache is not None or self.kv_offload is not None):
+            raise HotsplitError(
+                "a draft block on a GPU beside a neuron cache, or keys in main memory"
+            )
         if self.cache is None:
             return
         if self.mode == "dense" and not self.num_experts:
@@ -265,6 +274,7 @@ class Split(SplitKeys):
             neuron_cache=self.cache_size,
             num_sequences=self.num_sequences,
             cache_types=self.cache_types(model),
+            draft_on_gpu=self.draft_on_gpu,
         )
 
     def check_files(self, plan: Path, *, profile: Path | None, machine: Path | None = None) -> None:
@@ -302,6 +312,13 @@ class Split(SplitKeys):
         ):
             raise HotsplitError(f"{path}: names layers, neurons or experts missing in {model.path}")
         refuse_divided(path, model.spec, self.hot)
+        if self.draft_on_gpu and (
+            model.draft is None or not self.dense_on_gpu[model.spec.last_attending]
+        ):
+            raise HotsplitError(
+                f"{path}: has a draft block on a GPU that {model.path} lacks, or that does not have"
+                " the last layer's attention; run hotsplit solve on this model"
+            )
         groups = model.spec.together(keys_on_host=self.kv_offload is not None)
         refuse_apart(path, groups, self.dense_on_gpu, self.home)
         num_experts = max(layer.neurons.num_experts for layer in layers)

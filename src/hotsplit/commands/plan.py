@@ -286,6 +286,8 @@ def _draft_place(job: "RunJob", found: "Forecast") -> str:
         return "in main memory beside"
     if why := why_no_drafts(job, uses_gpu=True):
         return f"is not loaded, since {why}"
+    if found.draft_on_gpu:
+        return "beside the last layer's attention on the GPU; its experts or neurons in main memory"
     return "in main memory beside: the CPU computes it, the GPU checks its guesses"
 
 

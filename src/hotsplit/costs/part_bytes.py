@@ -12,10 +12,11 @@ from hotsplit.costs.pass_length import MOST_WAITING, PAST_STATES, PREFILL_CHUNK
 from hotsplit.costs.state_bytes import kept_bytes, slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.files.gguf_types import block_sizes
+from hotsplit.model.draft_block import OUTPUT_NORM
 from hotsplit.model.operations import PositionWise
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import HEAD_BIAS
-from hotsplit.model.weight_types import FLOAT_NAMES
+from hotsplit.model.weight_types import FLOAT_NAMES, INEXACT_ROWS
 from hotsplit.options.cache_types import CacheTypes
 
 if TYPE_CHECKING:
@@ -93,6 +94,18 @@ def is_dense(name: str) -> bool:
 def is_expert(name: str) -> bool:
     """True if a layer's tensor has a part for each expert, which only tokens that chose it read."""
     return not is_dense(name) and "_exps" in name
+
+
+def inexact_kinds(model: ModelFile) -> list[str]:
+    """Types of dense matrices whose rows a GPU rounds differently when it computes several, so that
+    its steps check no drafts; experts are computed row by row."""
+    entries = model.tensors.items()
+    dense = {
+        entry.kind
+        for name, entry in entries
+        if not is_expert(name.split(".", 2)[-1]) and name != "token_embd.weight"
+    }
+    return sorted(dense.intersection(INEXACT_ROWS))
 
 
 _HEAD_NORMS = ("attn_q_norm.", "attn_k_norm.")
@@ -311,25 +324,43 @@ def draft_bytes(
     types: CacheTypes | None = None,
     *,
     has_head: bool = True,
+    is_on_gpu: bool = False,
 ) -> Items:
-    """Itemised bytes of the draft block, without the embedding and the head that it shares, and as
-    workspace the hidden states of tokens that wait for it; none without a block. `has_head`: the
-    model's head is in main memory, too."""
+    """Itemised bytes of the draft block in main memory, without the embedding and the head that it
+    shares, and as workspace the hidden states of tokens that wait for it; none without a block.
+    `has_head`: the model's head is in main memory, too. `is_on_gpu`: the rest of it is on a GPU
+    (`draft_gpu_bytes`)."""
     block = model.draft
     if block is None:
         return {}
     number, unit_bytes = placed_units(block, 0)
     outside = {n: e.num_bytes for n, e in block.tensors.items() if n.startswith("nextn.")}
     head, own = block.tensors[block.head_name], model.tensors[model.head_name]
-    return {
+    found = {
         "attention": layer_bytes(block, 0).attention + sum(outside.values()),
         "kv_cache": cache_bytes(block, 0, context_length, num_sequences, types),
-        "head": 0 if head is own and has_head else head.num_bytes,
+        "head": 0 if head is own and (has_head or is_on_gpu) else head.num_bytes,
         "neurons": number * unit_bytes,
         "workspace": num_sequences
         * (MOST_WAITING + PREFILL_CHUNK + PAST_STATES)
         * FLOAT_BYTES
         * model.spec.hidden_size,
+    }
+    of_gpu = draft_gpu_bytes(model, context_length, num_sequences) if is_on_gpu else {}
+    return {item: size - of_gpu.get(item, 0) for item, size in found.items()}
+
+
+def draft_gpu_bytes(model: ModelFile, context_length: int, num_sequences: int = 1) -> Items:
+    """Itemised bytes of a draft block that a plan has on a GPU: its dense block, output norm, keys
+    and values. Its neurons or experts, and the matrix that joins its inputs, are in main memory,
+    and so is a head of its own; none without a block."""
+    block = model.draft
+    if block is None:
+        return {}
+    norm = block.tensors[f"{OUTPUT_NORM}.weight"].num_bytes
+    return {
+        "attention": layer_bytes(block, 0).attention + norm,
+        "kv_cache": cache_bytes(block, 0, context_length, num_sequences),
     }
 
 
@@ -368,12 +399,15 @@ def plan_bytes(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
     neuron_cache: "CacheSize | None" = None,
+    draft_on_gpu: bool = False,
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (per GPU, CPU). `num_hot`: neurons of each layer on a GPU, or experts of one
     that has them. `home` has the number of the GPU of each layer and of the head; () is a single
     GPU. `workspace` is counted for the CPU and for every GPU that holds anything. Of the embedding
     matrix only one row is read per token, so an untied one stays on the CPU. With key selection,
-    all keys and values are on the CPU, and so are the norms of queries and keys per head."""
+    all keys and values are on the CPU, and so are the norms of queries and keys per head.
+    `draft_on_gpu`: a part of the draft block is where the last layer that attends is; its rest is
+    not counted here (`draft_bytes`)."""
     home = home or (0,) * (model.spec.num_layers + 1)
     gpus = [dict.fromkeys(ITEMS, 0) for _ in range(max(home) + 1)]
     cpu = dict.fromkeys(ITEMS, 0)
@@ -393,6 +427,10 @@ def plan_bytes(
         number, unit_bytes = placed_units(model, layer)
         gpu["neurons"] += hot * unit_bytes
         cpu["neurons"] += (number - hot) * unit_bytes
+    if draft_on_gpu:
+        gpu = gpus[home[model.spec.last_attending]]
+        for item, size in draft_gpu_bytes(model, context_length, num_sequences).items():
+            gpu[item] += size
     (gpus[home[-1]] if head_on_gpu else cpu)["head"] += head_bytes(model)
     cpu["embedding"] += embedding_bytes(model)
     cpu["workspace"] += workspace

@@ -213,6 +213,11 @@ class ModelSpec:
         )
 
     @cached_property
+    def last_attending(self) -> int:
+        """The last layer that attends, where a plan has the draft block."""
+        return max(n for n, layer in enumerate(self.layers) if layer.attention is not None)
+
+    @cached_property
     def attentions(self) -> tuple[Attention, ...]:
         """The attention blocks, of the layers that have one."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)

@@ -309,6 +309,10 @@ def _type(name: TypeName) -> WeightType:
 
 TYPES: tuple[WeightType, ...] = tuple(map(_type, NAMES))  # a type's place is its number in C++
 BY_NAME: dict[str, WeightType] = {each.name: each for each in TYPES}
+# Kinds of matrices for which a row's rounding on a GPU depends on the number of rows of a step.
+INEXACT_ROWS = tuple(
+    sorted({kind for t in TYPES if not t.has_exact_rows for kind in (t.name, t.gpu_kind)})
+)
 
 ENCODED_NAMES = tuple(name for name in FILE_NAMES if BY_NAME[name].is_encoded)
 FLOAT_NAMES = tuple(each.name for each in TYPES if each.is_float)

@@ -93,8 +93,8 @@ class EngineConfig:
     with the plan's hot neurons; the plan must have room for it. None uses it if the plan has room
     and runs in its own mode; "off" never does.
 
-    draft_block: whether the draft block of a file that has one is loaded, on the CPU; beside a GPU
-    only where drafts can be checked there."""
+    draft_block: whether the draft block of a file that has one is loaded, on the CPU or where a
+    plan has it; beside a GPU only where drafts can be checked there."""
 
     mode: Mode | None = None
     device: str | None = None
