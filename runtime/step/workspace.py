@@ -114,11 +114,12 @@ def workspace_bytes(
     gpu_budget_bytes: int = 0,
 ) -> int:
     """What a plan, or an engine without one, reserves on each device that holds anything: on the
-    CPU for native steps, watched by observers or not, and for the CPU's part of passes on a GPU; on
-    a GPU of this budget, at least what `gpu_bytes` needs beyond the budget that is enforced at
-    least."""
+    CPU for native steps, and for the CPU's part of passes on a GPU; on a GPU of this budget, at
+    least what `gpu_bytes` needs beyond the budget that is enforced at least. What observers on the
+    CPU see is beside it."""
     most = host_bytes(model, context_length, mode, num_sequences)
     if gpu_budget_bytes:
+        most = max(most, host_pass_bytes(model, context_length, mode))
         tokens = min(PREFILL_CHUNK, context_length)
         most = max(most, FLOAT_BYTES * tokens * _outside_values(model.spec))  # of passes on the GPU
         free = max(0, LEAST_BUDGET_BYTES - gpu_budget_bytes)
@@ -127,17 +128,15 @@ def workspace_bytes(
 
 
 def host_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: int = 1) -> int:
-    """Bytes of the workspace of native steps, however neurons are divided, or of `seen_bytes`."""
+    """Bytes of the workspace of native steps, however neurons are divided."""
     is_divided = (False,) if model.spec.has_experts else (False, True)
     builders = [hollow_builder(model, mode, is_divided=each) for each in is_divided]
-    steps = [step_bytes(each, context_length, num_sequences) for each in builders]
-    return max(*steps, seen_bytes(model, context_length, mode))
+    return max(step_bytes(each, context_length, num_sequences) for each in builders)
 
 
-def seen_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:
-    """Bytes that observers take beside a native step: the values that they see of each row, with
-    copies of those that later operations overwrite, and some logits. A pass on a GPU has no more on
-    the CPU."""
+def host_pass_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:
+    """Upper bound on the bytes of a pass on a GPU that are on the CPU: the values of each row that
+    operations hand over, with copies of those that later ones overwrite, and some logits."""
     spec, rows = model.spec.in_mode(mode), min(SHORT_CHUNK, context_length)
     outputs = 4 * spec.x_size + 12 * spec.hidden_size + 2 * sum(spec.value_sizes.values())
     heads = max(layer.query_size for layer in spec.layers)

@@ -43,6 +43,7 @@ CASES: dict[str, tuple] = {
     "dot iq3_s_table": (ADA, rows.test_dot, "iq3_s_table_planar", 1),
     "dot q2_0": (ADA, rows.test_dot, "q2_0_planar", 3),
     "dot q1_0": (HOPPER, rows.test_dot, "q1_0_planar", 1),
+    "dot tq2_0": (HOPPER, rows.test_dot, "tq2_0_planar", 1),
     "dot nvfp4_scaled": (ADA, rows.test_dot, "nvfp4_scaled_planar", 3),
     "dot with a cap": (ADA, rows.test_dot_with_a_cap),
     "unpack q4_k": (HOPPER, rows.test_unpack, "q4_k"),
@@ -63,6 +64,7 @@ CASES: dict[str, tuple] = {
     "down of q6_k": (HOPPER, DOWN, "q6_k_planar", 256, False),
     "down of iq3_xxs_table": (ADA, DOWN, "iq3_xxs_table_planar", 256, True),
     "down of q1_0": (ADA, DOWN, "q1_0_planar", 128, False),
+    "down of tq2_0": (ADA, DOWN, "tq2_0_planar", 256, True),
     "norm": (BLACKWELL, attention.test_add_norm, 96, True),
     "norm, term and copy": (
         HOPPER,
@@ -88,6 +90,7 @@ CASES: dict[str, tuple] = {
     "rows: dot f16": (ADA, steps.test_dot, "f16", 8),
     "rows: dot iq2_table": (ADA, steps.test_dot, "iq2_table_planar", 2),
     "rows: dot q2_0": (ADA, steps.test_dot, "q2_0_planar", 4),
+    "rows: dot tq2_0": (ADA, steps.test_dot, "tq2_0_planar", 2),
     "rows: predict": (ADA, steps.test_predict, "f16", 2),
     "rows: gate_up": (ADA, steps.test_gate_up, "q4_0_planar", 4),
     "rows: down": (ADA, steps.test_down, "f16", 8, True),
