@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +36,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_reader import header_reach
 from hotsplit.inspection.inspect_file import inspect_file
 from hotsplit.options.engine_config import EngineConfig
+from hotsplit.run import choice as run_choice
 from hotsplit.run import default_budgets
 from hotsplit.run.choice import Wishes, choose, choose_type, context_of, left_bytes, run_bytes
 from hotsplit.run.default_budgets import Room
@@ -479,21 +480,24 @@ def test_the_cpu_alone_has_a_condition_where_main_memory_does_not_hold_the_model
         (1.11, None),
     ],
 )
-def test_a_model_that_fits_the_card_or_nearly_is_llamacpps(tmp_path, size_bytes, words):
+def test_a_model_that_fits_the_card_or_nearly_is_llamacpps(
+    tmp_path, monkeypatch, size_bytes, words
+):
+    # On a small budget it would depend on that.
+    monkeypatch.setattr(run_choice, "workspace_bytes", lambda *given, **options: 1 << 16)
     keys, vocab_size = byte_level_keys()
     kwargs = {"sizes": make_sizes(vocab_size=vocab_size), "kind": "f16", "extra_keys": keys}
     make_model(activation="silu", **kwargs).save(tmp_path / "silu.gguf")
     make_model(activation="relu", **kwargs).save(tmp_path / "relu.gguf")
     source = look_at(tmp_path / "silu.gguf", None, tmp_path / "none.gguf")
     size = run_bytes(source.own, 32, 1 << 30)
-    budget = round(size / size_bytes)
-    size = run_bytes(source.own, 32, budget)
-    room = Room(main=1 << 40, gpus=(round(size / size_bytes),))
-    told = [line for line in choose(source, Wishes(), room).lines if "llama.cpp" in line]
+    wishes = Wishes(outtype="f16")
+    room = Room(main=1 << 40, gpus=(ceil(size / size_bytes),))
+    told = [line for line in choose(source, wishes, room).lines if "llama.cpp" in line]
     assert (told[0].startswith(words) and len(told) == 1) if words else not told
     silent = look_at(tmp_path / "relu.gguf", None, tmp_path / "none.gguf")
-    assert not any("llama.cpp" in line for line in choose(silent, Wishes(), room).lines)
-    on_cpu = choose(source, Wishes(), Room(main=1 << 40))
+    assert not any("llama.cpp" in line for line in choose(silent, wishes, room).lines)
+    on_cpu = choose(source, wishes, Room(main=1 << 40))
     assert not any("llama.cpp" in line for line in on_cpu.lines)
 
 

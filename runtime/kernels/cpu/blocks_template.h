@@ -37,10 +37,7 @@ constexpr int64_t TILE_TOKENS = 128;
 template <class F>
 constexpr bool IS_TILED = false;
 
-// Packed blocks of a vector: n of them, padded with zeros to a multiple of four.
-inline int64_t whole_fours(int64_t n) { return (n + 3) / 4 * 4; }
-inline int64_t packed_blocks_bytes(int64_t n) { return whole_fours(n) * 76; }
-
+// n blocks of a packed vector, padded to whole_fours(n).
 template <class F>
 struct PackedBlocks {
     PackedBlocks(const Input& x, int64_t n) {

@@ -36,13 +36,14 @@ struct Coded : Interleaved<BYTES, HEAD> {
     static constexpr bool HAS_NIBBLES = false, IS_CODED = true, HAS_FIFTH = BYTES == 20;
     static constexpr int64_t NIBBLES_AT = BYTES - 16;
 
-    // Four bytes of each of LANES rows' quants at a time -> eight vectors of value plus BIAS, in order.
+    // Four bytes of each of LANES rows' quants at a time -> values 4 * v .. 4 * v + 3 plus BIAS.
+    static inline Ints bytes_of_lanes(const Ints* quarter, int v) {
+        Ints code = quarter[v % 4 + HAS_FIFTH] >> v / 4 * 4 & 0x0f0f0f0f;
+        if constexpr (HAS_FIFTH) code |= fifth_bits(quarter[0], v);
+        return Type::values(code);
+    }
     static inline void bytes_of_lanes(const Ints* quarter, Ints* bytes) {
-        for (int v = 0; v < 8; ++v) {
-            Ints code = quarter[v % 4 + HAS_FIFTH] >> v / 4 * 4 & 0x0f0f0f0f;
-            if constexpr (HAS_FIFTH) code |= fifth_bits(quarter[0], v);
-            bytes[v] = Type::values(code);
-        }
+        for (int v = 0; v < 8; ++v) bytes[v] = bytes_of_lanes(quarter, v);
     }
 
     // A row's block -> 32 signed values.
@@ -113,6 +114,7 @@ template <class Type, int BITS, int64_t HEAD, int64_t SPAN>
 struct Spanned : Interleaved<4 * BITS, HEAD, SPAN> {
     static constexpr bool HAS_NIBBLES = false, IS_CODED = true;
 
+    static inline Ints bytes_of_lanes(const Ints* words, int v) { return Type::four(words, v); }
     static inline void bytes_of_lanes(const Ints* words, Ints* bytes) {
         for (int v = 0; v < 8; ++v) bytes[v] = Type::four(words, v);
     }

@@ -188,7 +188,7 @@ class Prepared {
     Prepared(int32_t kind, const float* x, int64_t D, int64_t T) : input{x, nullptr, D, T, 0, T} {
         Quantise* quantise = current->kernels.quantise[kind];
         if (!quantise) return;
-        input.packed = room(T * packed_bytes(D));
+        input.packed = room(T * packed_room(D));
         is_ready = input.packed != nullptr;
         if (is_ready)
             split(T > 1 ? 16 * T * D : 0, T, 16, 4,
@@ -263,6 +263,11 @@ void pack_grouped(const uint8_t* row, int64_t n, int64_t quant_bytes, int64_t r,
 }  // namespace
 
 const Kernels& kernels() { return current->kernels; }
+
+int64_t packed_room(int64_t D) {
+    static const Level* const amx = find("amx");
+    return packed_bytes(D, amx && amx->advertised);
+}
 
 EXPORT int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                            int64_t D, const float* x, int64_t T, const int32_t* index, int64_t A,

@@ -5,3 +5,6 @@
 
 // The kernels of the level in use.
 const Kernels& kernels();
+
+// Bytes of a packed vector at any level that this processor may have.
+int64_t packed_room(int64_t D);

@@ -13,6 +13,8 @@ struct ExpertSizes {
     int64_t most_used = 0, most_neurons = 0, most_experts = 0;
     uint32_t forms = 0, down_forms = 0;
     bool has_neuron_major = false;
+    bool reads_f32 =
+        false;  // x, as it is: some level does not pack it, or rows of `down` are per neuron
 
     explicit ExpertSizes(const HsStep& step) {
         for (const HsLayer* l = step.layer; l < step.layer + step.num_layers; ++l)
@@ -24,6 +26,10 @@ struct ExpertSizes {
     }
 
   private:
+    static bool packs_none(const HsMatrix& m) {
+        return m.data && (form_of(m.kind) == NO_FORM || form_of(m.kind) == FORM_BF16);
+    }
+
     void add(const HsExperts& e, int64_t num_used) {
         most_used = std::max(most_used, num_used);
         most_experts = std::max(most_experts, e.num_experts);
@@ -31,6 +37,7 @@ struct ExpertSizes {
         forms |= forms_of(e.first);
         down_forms |= by_output_forms(e.first);
         has_neuron_major |= !e.first.is_by_output;
+        reads_f32 |= !e.first.is_by_output || packs_none(e.first.gate) || packs_none(e.first.up);
     }
 };
 
@@ -45,7 +52,7 @@ class Experts {
         pair_ = arena.take<int32_t>(P);
         choice_ = arena.take<int32_t>(P);
         used_ = arena.take<Used>(std::min(P, sizes.most_experts));
-        x_ = arena.operand(D, T > 1 ? P : 0, sizes.forms);
+        x_ = arena.operand(D, T > 1 ? P : 0, sizes.forms, nullptr, sizes.reads_f32);
         hidden_ = arena.operand(F, P, sizes.down_forms);
         up_ = arena.take<float>(P * F);
         out_ = arena.take<float>(P * D);
@@ -153,7 +160,7 @@ class Experts {
     static Operand vectors(const Operand& all, const Used& used, int64_t size) {
         Operand own = {all.f32 + used.begin * size, {}, {}, size, used.count};
         for (int form = 0; form < NUM_FORMS; ++form)
-            if (all.packed[form]) own.packed[form] = all.packed[form] + used.begin * packed_bytes(size);
+            if (all.packed[form]) own.packed[form] = all.packed[form] + used.begin * packed_room(size);
         return own;
     }
 

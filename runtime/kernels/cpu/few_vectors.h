@@ -82,19 +82,6 @@ __attribute__((always_inline)) inline void add_bytes(const Ints* bytes, const ui
 #endif
 }
 
-// Adds a range of a block of a type whose quants are unpacked to bytes.
-template <class F, int R, int T>
-__attribute__((always_inline)) inline void add_coded(const Ints (*bytes)[8], int range,
-                                                     const uint8_t* values, int64_t next,
-                                                     FewSums (*sums)[T]) {
-    constexpr int LENGTH = 8 / F::RANGES;
-#pragma GCC unroll 8
-    for (int v = LENGTH * range; v < LENGTH * (range + 1); ++v) {
-        const Ints some[2] = {bytes[0][v], bytes[R - 1][v]};
-        add_bytes<F, false, R, T>(some, values, next, v, sums);
-    }
-}
-
 // y[t * y_stride .. + R * LANES - 1] for T vectors.
 template <int R, int T, class F>
 inline void dot_few_vectors(const TiledTile<F>* tile, const Input& input, float* y, int64_t y_stride) {
@@ -106,61 +93,75 @@ inline void dot_few_vectors(const TiledTile<F>* tile, const Input& input, float*
         for (auto& rows : vectors)
             for (Floats& sum : rows) sum = zero();
 #pragma GCC unroll 1
-    for (int64_t b = 0; b < n; ++b) {
-        const uint8_t *quants[R], *values = few_values(x, b);
-        Ints products[R][T][F::RANGES], coded[R][8];
+    for (int64_t first = 0; first < n; first += F::SPAN) {
+        const uint8_t* quants[R];
 #pragma GCC unroll 2
         for (int i = 0; i < R; ++i) {
-            tile[i].ask(b);
-            quants[i] = F::quants_of(tile[i].tile, n, b, tile[i].lane);
-            if constexpr (F::IS_CODED) {
-                Ints quarter[F::QUANT_BYTES / 4];
-                for (int v = 0; v < F::QUANT_BYTES / 4; ++v)
-                    quarter[v] = load_in_order(quants[i] + 4 * TILE_ROWS * v);
-                F::bytes_of_lanes(quarter, coded[i]);
-            }
+            tile[i].ask(first);
+            quants[i] = F::quants_of(tile[i].tile, n, first, tile[i].lane);
         }
+#pragma GCC unroll 4
+        for (int s = 0; s < F::SPAN; ++s) {
+            const int64_t b = first + s;
+            const uint8_t* values = few_values(x, b);
+            Ints products[R][T][F::RANGES];
 #pragma GCC unroll 2
-        for (int range = 0; range < F::RANGES; ++range) {
-            FewSums sums[R][T];
+            for (int range = 0; range < F::RANGES; ++range) {
+                FewSums sums[R][T];
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) {
-                const int64_t at = t * x.next_scale + b;
-                const Ints of_x = F::RANGES == 1 ? broadcast_int(x.sum + at)
-                                                 : sum_of_range<F>(range, broadcast_int(x.sum + at),
-                                                                   broadcast_int(x.first_sum + at));
+                for (int t = 0; t < T; ++t) {
+                    const int64_t at = t * x.next_scale + b;
+                    const Ints of_x = F::RANGES == 1 ? broadcast_int(x.sum + at)
+                                                     : sum_of_range<F>(range, broadcast_int(x.sum + at),
+                                                                       broadcast_int(x.first_sum + at));
 #pragma GCC unroll 2
-                for (int i = 0; i < R; ++i) sums[i][t].set(Ints{} - OFFSET<F> * of_x);
-            }
-            if constexpr (F::IS_CODED)
-                add_coded<F, R, T>(coded, range, values, x.next_vector, sums);
-            else
-#pragma GCC unroll 8
-                for (int v = 0; v < F::QUANT_BYTES / 4; ++v) {
-                    Ints bytes[R], upper[R];
-#pragma GCC unroll 2
-                    for (int i = 0; i < R; ++i) {
-                        bytes[i] = load_in_order(quants[i] + 4 * TILE_ROWS * v);
-                        upper[i] = bytes[i] >> 4 & 0x0f0f0f0f;
-                        if (IS_NIBBLES) bytes[i] &= 0x0f0f0f0f;
-                    }
-                    add_bytes<F, IS_SIGNED, R, T>(bytes, values, x.next_vector, v, sums);
-                    if (IS_NIBBLES)
-                        add_bytes<F, IS_SIGNED, R, T>(upper, values, x.next_vector, v + 4, sums);
+                    for (int i = 0; i < R; ++i) sums[i][t].set(Ints{} - OFFSET<F> * of_x);
                 }
+                auto load = [&](int i, int v) __attribute__((always_inline)) {
+                    return load_in_order(quants[i] + s * F::TILE_QUANTS + 4 * TILE_ROWS * v);
+                };
+                if constexpr (F::IS_CODED) {
+                    constexpr int WORDS = F::QUANT_BYTES / 4 / F::RANGES, LENGTH = 8 / F::RANGES;
+                    Ints words[R][WORDS];
 #pragma GCC unroll 2
-            for (int i = 0; i < R; ++i)
+                    for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
-                for (int t = 0; t < T; ++t) products[i][t][range] = sums[i][t].total();
-        }
+                        for (int v = 0; v < WORDS; ++v) words[i][v] = load(i, WORDS * range + v);
+#pragma GCC unroll 8
+                    for (int v = 0; v < LENGTH; ++v) {
+                        const Ints bytes[2] = {F::bytes_of_lanes(words[0], v),
+                                               F::bytes_of_lanes(words[R - 1], v)};
+                        add_bytes<F, false, R, T>(bytes, values, x.next_vector, LENGTH * range + v,
+                                                  sums);
+                    }
+                } else
+#pragma GCC unroll 8
+                    for (int v = 0; v < F::QUANT_BYTES / 4; ++v) {
+                        Ints bytes[R], upper[R];
 #pragma GCC unroll 2
-        for (int i = 0; i < R; ++i) {
-            const auto numbers = F::numbers_of(tile[i].tile, b, tile[i].lane);
+                        for (int i = 0; i < R; ++i) {
+                            bytes[i] = load(i, v);
+                            upper[i] = bytes[i] >> 4 & 0x0f0f0f0f;
+                            if (IS_NIBBLES) bytes[i] &= 0x0f0f0f0f;
+                        }
+                        add_bytes<F, IS_SIGNED, R, T>(bytes, values, x.next_vector, v, sums);
+                        if (IS_NIBBLES)
+                            add_bytes<F, IS_SIGNED, R, T>(upper, values, x.next_vector, v + 4, sums);
+                    }
+#pragma GCC unroll 2
+                for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
-            for (int t = 0; t < T; ++t)
-                part[b % 4][t][i] =
-                    add_term<F>(part[b % 4][t][i], products[i][t], numbers,
-                                x.scale[t * x.next_scale + b], x.sum[t * x.next_scale + b]);
+                    for (int t = 0; t < T; ++t) products[i][t][range] = sums[i][t].total();
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < R; ++i) {
+                const auto numbers = F::numbers_of(tile[i].tile, first, tile[i].lane, s);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; ++t)
+                    part[b % 4][t][i] =
+                        add_term<F>(part[b % 4][t][i], products[i][t], numbers,
+                                    x.scale[t * x.next_scale + b], x.sum[t * x.next_scale + b]);
+            }
         }
     }
     for (int t = 0; t < T; ++t)

@@ -203,9 +203,6 @@ struct Input {
     }
 };
 
-// Upper bound on the bytes of a packed vector. blocks_amx.h needs the most: below 6.9 * D + 248 for
-// 8 vectors, 4.7 * D for many.
-constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
 constexpr int form_of(int32_t kind) { return KINDS[kind].form; }
 // The kind in a file from which a kind in memory is made; a file's kind itself.
 constexpr int32_t kind_in_file(int32_t kind) { return KINDS[kind].in_file; }
@@ -216,6 +213,16 @@ constexpr int64_t rows_together(int32_t kind) {
 
 constexpr int64_t BLOCK = 32;         // values unpacked at a time, also for float kinds
 constexpr int64_t SUPER_BLOCK = 256;  // values of a K-quant's block
+
+// Packed blocks of a vector: n of them, padded with zeros to a multiple of four; and their bytes, see PackedBlocks.
+constexpr int64_t whole_fours(int64_t n) { return (n + 3) / 4 * 4; }
+constexpr int64_t packed_blocks_bytes(int64_t n) { return whole_fours(n) * 76; }
+
+// Upper bound on the bytes of a packed vector, a multiple of 64. The panels that follow the blocks at level amx
+// (blocks_amx.h) make it the most: below 6.9 * D + 248 for 8 vectors, 4.7 * D for many.
+constexpr int64_t packed_bytes(int64_t D, bool has_panels = true) {
+    return ((has_panels ? 7 * D + 2048 : packed_blocks_bytes((D + BLOCK - 1) / BLOCK)) + 63) / 64 * 64;
+}
 
 // Rows of D values, `stride` bytes apart. If index is null, row a is row a of the matrix. Rows of tiled
 // and grouped kinds have no gaps and begin with a whole tile or group.

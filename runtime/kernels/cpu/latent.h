@@ -23,7 +23,8 @@ class LatentProjections {
             rank_forms |= form_bit(a.query), value_forms |= form_bit(l.output);
             for (const HsMatrix& m : {a.key, a.value})
                 if (form_bit(m))
-                    most_packed = std::max(most_packed, vectors_at_once(l) * padded(m.num_columns));
+                    most_packed =
+                        std::max(most_packed, vectors_at_once(l) * packed_room(m.num_columns));
         }
         low = arena.take<float>(most_rows * most_low);
         rank = arena.operand(most_rank, most_rows, rank_forms);
@@ -74,8 +75,6 @@ class LatentProjections {
         int64_t row, head;
     };
 
-    static int64_t padded(int64_t size) { return (packed_bytes(size) + LINE - 1) / LINE * LINE; }
-
     // Outputs of the two matrices that multiply a layer's input.
     static int64_t low_size(const HsAttention& l) { return l.input[0].num_rows + l.input[1].num_rows; }
 
@@ -91,7 +90,7 @@ class LatentProjections {
         for (int64_t first = 0; first < H; first += at_once) {
             const int64_t count = std::min(at_once, H - first);
             auto input = [&](int64_t i) {
-                uint8_t* to = quantise ? packed + i * T * padded(D) : nullptr;
+                uint8_t* to = quantise ? packed + i * T * packed_room(D) : nullptr;
                 return Input{const_cast<float*>(x.data) + (first + i) * x.head, to, x.row, T, 0, T};
             };
             if (quantise)

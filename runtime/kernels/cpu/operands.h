@@ -43,11 +43,14 @@ class Arena {
         return base_ ? reinterpret_cast<T*>(base_ + start) : nullptr;
     }
 
-    // Allocates the packed forms in the bit mask `forms`, and the values unless `f32` is given.
-    Operand operand(int64_t size, int64_t capacity, uint32_t forms, float* f32 = nullptr) {
-        Operand operand = {f32 ? f32 : take<float>(capacity * size), {}, {}, size, capacity};
+    // Allocates the packed forms in the bit mask `forms`, and the values unless `f32` is given or nothing
+    // reads them.
+    Operand operand(int64_t size, int64_t capacity, uint32_t forms, float* f32 = nullptr,
+                    bool reads_f32 = true) {
+        const int64_t count = f32 || !reads_f32 ? 0 : capacity * size;
+        Operand operand = {f32 ? f32 : take<float>(count), {}, {}, size, capacity};
         for (int form = 0; form < NUM_FORMS; ++form)
-            if (forms >> form & 1) operand.packed[form] = take<uint8_t>(capacity * packed_bytes(size));
+            if (forms >> form & 1) operand.packed[form] = take<uint8_t>(capacity * packed_room(size));
         return operand;
     }
 

@@ -32,11 +32,13 @@ struct Tiled : Planar {
         return tile + b / SPAN * SCALE_BYTES + (b / SPAN & -TOGETHER) * SPAN * TILE_QUANTS +
                NUMBER_BYTES * (TILE_ROWS * number + r);
     }
-    // The numbers of LANES rows from row `lane` on.
-    static inline RowNumbers<Planar::NUMBERS> numbers_of(const uint8_t* tile, int64_t b, int64_t lane) {
-        const Floats scale = in_register(numbers_at<Planar>(scale_of(tile, b, lane)));
+    // The numbers of LANES rows from row `lane` on, of the block that is `more` after b and shares its head.
+    static inline RowNumbers<Planar::NUMBERS> numbers_of(const uint8_t* tile, int64_t b, int64_t lane,
+                                                         int64_t more = 0) {
+        const int64_t first = ALL_NUMBERS > Planar::NUMBERS ? more * Planar::NUMBERS : 0;
+        const Floats scale = in_register(numbers_at<Planar>(scale_of(tile, b, lane, first)));
         if constexpr (Planar::NUMBERS == 2)
-            return {scale, numbers_at<Planar>(scale_of(tile, b, lane, 1))};
+            return {scale, numbers_at<Planar>(scale_of(tile, b, lane, first + 1))};
         else
             return {scale};
     }
@@ -145,12 +147,12 @@ struct TiledTile {
         return numbers;
     }
 
-    // Prefetches what is due when block b of all rows is read.
+    // Prefetches what is due when the blocks of all rows are read that share a head and begin at b.
     __attribute__((always_inline)) inline void ask(int64_t b) const {
         if (!ahead) return;
-        ahead->ask_others(tile, b, F::BLOCK_BYTES / F::SPAN);
-        constexpr int64_t BYTES = TILE_ROWS * F::BLOCK_BYTES / F::SPAN;
-        if (const uint8_t* next = ahead->address(tile, b * BYTES))
+        ahead->ask_others(tile, b / F::SPAN, F::BLOCK_BYTES);
+        constexpr int64_t BYTES = TILE_ROWS * F::BLOCK_BYTES;
+        if (const uint8_t* next = ahead->address(tile, b / F::SPAN * BYTES))
             for (int64_t at = 0; at < BYTES; at += 64) __builtin_prefetch(next + at);
     }
 
