@@ -72,7 +72,7 @@ class ExpertUnits:
 
     def cpu_s_per_byte_L(self, machine: Machine, mode: Mode) -> np.ndarray:
         """Seconds on the CPU of a unit, over all of its bytes. Mode exact does not read the rows of
-        an expert's silent neurons; a GPU is priced as if it did."""
+        an expert's silent neurons; a GPU is priced as if it read them."""
         layers = range(self.model.spec.num_layers)
         return np.array([self._cpu_s_per_byte(layer, machine, mode) for layer in layers])
 
