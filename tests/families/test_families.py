@@ -1400,6 +1400,13 @@ REFUSED = {
     r"time_step_limit is \[0.01, 0.1\]": ("granite4-hybrid", {"time_step_limit": [0.01, 0.1]}),
     r"time_step_limit is \[0, 0.1\]": ("bamba", {"time_step_limit": [0, 0.1]}),
     r"time_step_limit is \[0.01, inf\]": ("falcon-h1", {"time_step_limit": [0.01, math.inf]}),
+    "linear_num_heads is 2, wanted 3": ("kimilinearmoe-ranks", {"linear_num_heads": 2}),
+    r"no layer attends \(layer_types\), wanted": ("kimilinearmoe-ranks", {"layer_types": None}),
+    "kda_layers .*, wanted each of 1 to 2 in one of them": (
+        "kimilinearmoe",
+        {"layer_types": None, "linear_attn_config": KIMI_LAYERS | {"kda_layers": [2]}},
+    ),
+    "mla_use_nope is False": ("kimilinearmoe", {"mla_use_nope": False}),
     r"time_step_limit is \[0.01, 1\]": ("nemotron-h", {"time_step_limit": [0.01, 1]}),
     "no layer attends": ("bamba", {"attn_layer_indices": []}),
     "rope_interleave is False": ("deepseek2moe", {"rope_interleave": False}),
@@ -1577,3 +1584,22 @@ def test_a_config_without_windows_need_not_say_how_long_they_are(tmp_path):
     convert(ConvertConfig(source=folder, output=tmp_path / "n.gguf", outtype="f32"))
     want, got = (ModelFile.load(tmp_path / name).bare_spec for name in ("m.gguf", "n.gguf"))
     assert got == want
+
+
+def test_kimi_linear_as_llama_cpps_converter_writes_it(checkpoints, tmp_path):
+    """With more dimensions of 1, which its quantiser drops, and, as before 2026, with the second
+    matrices of keys and values as one and as many key heads as heads."""
+    folder = checkpoints("kimilinearmoe")
+    path = converted(folder, tmp_path / "m.gguf", outtype="f32", layout="stock")
+    keys, tensors = read_model_gguf(path)
+    values = {name: entry.read() for name, entry in tensors.items()}
+    for name in ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"):
+        values[f"blk.0.{name}.weight"] = values[f"blk.0.{name}.weight"][None]
+    values["blk.0.ssm_a"] = values["blk.0.ssm_a"][None, None]
+    both = values.pop("blk.1.attn_k_b.weight").swapaxes(1, 2), values.pop("blk.1.attn_v_b.weight")
+    values["blk.1.attn_kv_b.weight"] = np.concatenate(both, axis=1).reshape(-1, 20)
+    keys = {**keys, "kimi-linear.attention.head_count_kv": [0, 3]}
+    old = {name: array_entry(each, "f32") for name, each in values.items()}
+    write_gguf(tmp_path / "old.gguf", "kimi-linear", keys, old)
+    with Engine.load(tmp_path / "old.gguf", mode="dense") as engine:
+        assert rel_error(engine.logits(IDS), transformers_logits(folder)) < 1e-5
