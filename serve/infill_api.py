@@ -48,8 +48,8 @@ class InfillBody(TextBody):
     input_suffix: str
     input_extra: Annotated[list[OtherFile], Field(max_length=MAX_FILES), FailFast()] = []
     prompt: str = ""
-    n: Annotated[object, _ONE] = None
-    n_cmpl: Annotated[object, _ONE] = None
+    n: Annotated[int, _ONE] | None = None
+    n_cmpl: Annotated[int, _ONE] | None = None
     n_predict: Annotated[NumTokens, BeforeValidator(_at_least_one)] | None = None
     samplers: Annotated[Samplers, BeforeValidator(_without_infill)] | None = None
     n_indent: object = None

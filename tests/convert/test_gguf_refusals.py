@@ -15,6 +15,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
 from hotsplit.model.rope import NO_SCALING
+from hotsplit.model.unsupported import difference
 
 OWN = ("general.architecture", "hotsplit.model_id")
 
@@ -152,3 +153,35 @@ def test_a_missing_tensor_has_the_advice_that_fits_the_file(layout, step):
     left = {name: entry for name, entry in named.items() if "1.attn_q" not in name}
     with pytest.raises(HotsplitError, match=f"no tensor 'blk.1.attn_q.* layers; {step}"):
         dataclasses.replace(whole, tensors=left).validate()
+
+
+def of_layers(*names):
+    return ["token_embd.weight", *(f"blk.{n}.{name}.weight" for n in (0, 1) for name in names)]
+
+
+LLAMAS = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate")
+
+
+@pytest.mark.parametrize(
+    "names, line",
+    [
+        (LLAMAS, "; its tensors have the names of llama's, its graph may be another"),
+        ((*LLAMAS, "ssm_a"), "; beside tensors that llama has, it has ssm_a"),
+        (
+            (*LLAMAS, "a", "b", "c", "d"),
+            "; beside tensors that llama has, it has a, b, c and 1 more",
+        ),
+        ((*LLAMAS, "attn_q_norm"), "; its tensors have the names of qwen3's, its graph may be"),
+    ],
+)
+def test_an_unknown_architecture_differs_from_the_nearest_one(names, line):
+    assert difference(of_layers(*names), ("llama", "qwen3")).startswith(line)
+    assert not difference([], ("llama", "qwen3"))
+
+
+def test_a_file_of_an_unknown_architecture_says_what_differs(tmp_path):
+    path = tmp_path / "m.gguf"
+    entry = array_entry(np.zeros((2, 32), np.float32), "f32")
+    write_gguf(path, "xverse", {}, dict.fromkeys(of_layers("attn_q", "odd"), entry))
+    with pytest.raises(HotsplitError, match="'xverse'; beside .* it has odd; llama.cpp runs it; k"):
+        ModelFile.load(path)

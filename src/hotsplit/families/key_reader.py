@@ -21,7 +21,7 @@ from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import FREQUENCIES, Pairing
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
 from hotsplit.model.tensors import draft_shapes, layout_of
-from hotsplit.model.unsupported import check_is_model, elsewhere, why_key, why_not_run
+from hotsplit.model.unsupported import check_is_model, difference, elsewhere, why_key, why_not_run
 
 VERSION = 1
 QUALITY = "hotsplit.quality."
@@ -57,7 +57,8 @@ class KeyReader:
 
         found = str(keys.get("general.architecture", "none"))
         if found not in ARCHITECTURES:
-            why = f": {reason}" if (reason := why_not_run(found, keys)) else ""
+            reason = why_not_run(found, keys)
+            why = f": {reason}" if reason else difference(tensors, ARCHITECTURES)
             known = ", ".join(ARCHITECTURES)
             raise HotsplitError(
                 f"{path}: architecture {shown(found)}{why}{elsewhere(found)}; known: {known}"

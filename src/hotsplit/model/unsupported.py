@@ -3,7 +3,7 @@
 The name comes from a checkpoint's `architectures` or a GGUF's `general.architecture`."""
 
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from numbers import Integral
 from pathlib import Path
 
@@ -123,6 +123,30 @@ def elsewhere_as_gguf(name: object) -> str:
     names = {re.sub("[^a-z]", "", each) for each in _of_llamacpp()}
     is_there = plain in names or re.sub("v(flash)?$", "", plain) in names
     return "; llama.cpp may run a GGUF of it" if is_there else ""
+
+
+_LAYER = re.compile(r"^blk\.\d+\.|\.(weight|bias)$")
+
+
+def difference(tensors: Iterable[str], known: Collection[str]) -> str:
+    """Says what a GGUF of an unknown architecture has beside the tensors of the nearest known one,
+    by gguf's table of their names; "" for one without tensors."""
+    from gguf import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
+
+    own = {_LAYER.sub("", name) for name in tensors}
+    of_known = {
+        name: {TENSOR_NAMES[tensor].removeprefix("blk.{bid}.") for tensor in MODEL_TENSORS[key]}
+        for key, name in sorted(MODEL_ARCH_NAMES.items(), key=lambda item: item[1] != "llama")
+        if name in known
+    }
+    if not own:
+        return ""
+    nearest = min(of_known, key=lambda name: len(own - of_known[name]))
+    more = sorted(own - of_known[nearest])
+    if not more:
+        return f"; its tensors have the names of {nearest}'s, its graph may be another"
+    shown = ", ".join(more[:3]) + (f" and {len(more) - 3} more" if len(more) > 3 else "")
+    return f"; beside tensors that {nearest} has, it has {shown}"
 
 
 def _of_llamacpp() -> list[str]:
