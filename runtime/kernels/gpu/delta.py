@@ -467,8 +467,8 @@ def _delta_rule(
     query = mixed + key_head * KEY_WIDTH
     value = mixed + VALUES + head * VALUE_WIDTH
     gates = mixed + GATES + head
-    # One number, or one of each row of the state, as a column.
-    decays = mixed + GATES + VALUE_HEADS + head * DECAYS + (row_N[:, None] if DECAYS > 1 else 0)
+    # One number, or one of each row of the state.
+    decays = mixed + GATES + VALUE_HEADS + head * DECAYS + (row_N if DECAYS > 1 else 0)
     writes += first
     # A row's values are loaded while the row before is computed.
     is_next = count > 0
@@ -476,7 +476,7 @@ def _delta_rule(
     key_N = tl.load(query + KEYS + row_N, mask=in_key_N & is_next, other=0.0)
     value_M = tl.load(value + column_M, mask=in_head_M & is_next, other=0.0)
     strength = tl.load(gates, mask=is_next, other=0.0)
-    has_decay = in_key_N[:, None] if DECAYS > 1 else True
+    has_decay = in_key_N if DECAYS > 1 else True
     decay = tl.load(decays, mask=has_decay & is_next, other=0.0)
     number = 0
     while number < count:
@@ -491,7 +491,7 @@ def _delta_rule(
         next_value_M = tl.load(value + column_M, mask=in_head_M & is_next, other=0.0)
         next_strength = tl.load(gates, mask=is_next, other=0.0)
         next_decay = tl.load(decays, mask=has_decay & is_next, other=0.0)
-        state_NM *= decay
+        state_NM *= decay[:, None] if DECAYS > 1 else decay
         # The output is that of the new state: S^T q + (k . q) delta, which need not wait for delta.
         held_M = tl.sum(state_NM * key_N[:, None], axis=0)
         out_M = tl.sum(state_NM * query_N[:, None], axis=0)
