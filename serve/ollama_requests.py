@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from hotsplit.options.generation_options import ENDLESS
 from hotsplit.serve.api_error import wrong
 from hotsplit.serve.chat_requests import MAX_MESSAGES, MAX_TOOLS
 from hotsplit.serve.other_apis import translated
@@ -15,11 +16,17 @@ from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.text_requests import NumLogprobs, NumTokens, TextRequest, completion_request
 from hotsplit.serve.texts import Arrival
 
-ENDLESS = (-1, -2)  # num_predict: until the end, until the context is full
 _OF_THE_ENGINE = """
 num_ctx num_keep num_batch num_gpu num_thread main_gpu low_vram f16_kv vocab_only use_mmap use_mlock
 numa penalize_newline tfs_z logits_all embedding_only draft_num_predict
 """
+
+
+def _endless(count: object) -> object:
+    """-1 is until the end, -2 until the context is full, which is the same here."""
+    return ENDLESS if type(count) is int and count == -2 else count
+
+
 _PICTURES = only([], why="this model only reads text")
 _PARAMS = {
     "max_completion_tokens": "options.num_predict",
@@ -34,7 +41,7 @@ class OllamaOptions(SamplingBody):
     """Options of the engine have no effect: those of `hotsplit serve` hold."""
 
     ignored: ClassVar = frozenset(_OF_THE_ENGINE.split())
-    num_predict: NumTokens | Literal[-2] | None = None
+    num_predict: Annotated[NumTokens, BeforeValidator(_endless)] | None = None
     stop: Annotated[tuple[str, ...], texts(64, 256)] = ()
 
 
@@ -54,7 +61,7 @@ class OllamaBody(RequestBody):
         given = {name: getattr(self.options, name) for name in SamplingBody.model_fields}
         fields = {name: value for name, value in given.items() if value is not None}
         fields |= {"stream": self.stream, "stop": list(self.options.stop)}
-        if self.options.num_predict not in (None, *ENDLESS):
+        if self.options.num_predict not in (None, ENDLESS):
             fields["max_completion_tokens"] = self.options.num_predict
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
@@ -130,10 +137,10 @@ def is_load(values: Mapping[str, object]) -> bool:
 
 
 def _messages(items: list[OllamaMessage]) -> list[object]:
-    """Messages of a chat. Calls have no ids there, and results name the function: each is that of
-    the first call that has none yet."""
+    """Messages of a chat. Where calls have no ids and results name the function, each is that of the
+    first call that has none yet."""
     messages = list[object]()
-    waiting = deque[tuple[str, object]]()  # (id, function's name)
+    waiting = deque[tuple[object, object]]()  # (id, function's name)
     num_calls = 0
     for item in items:
         message: dict[str, object] = {"role": item.role, "content": item.content, **item.extra}
@@ -141,21 +148,24 @@ def _messages(items: list[OllamaMessage]) -> list[object]:
             message["reasoning_content"] = item.thinking
         calls = []
         for call in item.tool_calls:
-            call_id, function = f"{num_calls:09d}", call.get("function")
+            call_id, function = call.get("id") or f"{num_calls:09d}", call.get("function")
             num_calls += 1
             name = function.get("name") if isinstance(function, dict) else None
             waiting.append((call_id, name))
-            calls.append({"id": call_id, "type": "function", **call})
+            calls.append({"type": "function", **call, "id": call_id})
         if calls:
             message["tool_calls"] = calls
         if item.role == "tool":
-            message |= _named(waiting, item.tool_name)
+            message |= _named(waiting, item.tool_name, item.extra.get("tool_call_id"))
         messages.append(message)
     return messages
 
 
-def _named(waiting: deque[tuple[str, object]], name: str | None) -> dict[str, object]:
-    fitting = (pair for pair in waiting if name in (None, pair[1]))
+def _named(
+    waiting: deque[tuple[object, object]], name: str | None, call_id: object
+) -> dict[str, object]:
+    own = (pair for pair in waiting if call_id in (None, "", pair[0]))
+    fitting = (pair for pair in own if name in (None, pair[1]))
     pair = next(fitting, None)
     if pair is None:
         return {} if name is None else {"name": name}

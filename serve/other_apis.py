@@ -26,8 +26,12 @@ def translated(
         return chat_request(chat, served, arrival)
     except ApiError as error:
 
+        def place_of(found: re.Match[str]) -> str:
+            number = int(found[1])  # maybe one in a quoted value, which is no place
+            return places[number] if number < len(places) else found[0]
+
         def named(text: str) -> str:
-            return _MESSAGE.sub(lambda found: places[int(found[1])], text)
+            return _MESSAGE.sub(place_of, text)
 
         param = None if error.param is None else named(params.get(error.param, error.param))
         raise ApiError(

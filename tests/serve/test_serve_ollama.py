@@ -12,6 +12,7 @@ import pytest
 from case_tables import rows_of
 from serving import SAID, Served, save_model
 
+from hotsplit.serve.api_error import ApiError
 from hotsplit.serve.ollama_requests import OllamaChatBody, _messages
 from hotsplit.serve.request_body import checked
 
@@ -98,6 +99,38 @@ def test_results_belong_to_calls_by_the_functions_name():
     ids = [message["tool_call_id"] for message in results]
     assert ids == ["000000001", "000000000", "000000002"]
     assert [message["name"] for message in results] == ["g", "f", "f"]
+
+
+def test_ids_of_calls_are_kept():
+    """Newer servers of Ollama send ids with calls, and clients send them back."""
+    calls = [{"id": i, "function": {"name": "f", "arguments": {}}} for i in ("call_a", "call_b")]
+    results = [{"role": "tool", "content": "", "tool_call_id": "call_b"}]
+    results += [{"role": "tool", "content": "", "tool_name": "f"}]
+    items = [{"role": "assistant", "tool_calls": calls}, *results]
+    message, *results = _messages(checked(OllamaChatBody, {"messages": items}).messages)
+    assert [call["id"] for call in message["tool_calls"]] == ["call_a", "call_b"]
+    assert [result["tool_call_id"] for result in results] == ["call_b", "call_a"]
+    assert [result["name"] for result in results] == ["f", "f"]
+
+
+def test_a_wrong_number_of_tokens_is_refused_by_the_options_name():
+    for value in (-3, "4"):
+        with pytest.raises(
+            ApiError, match=rf"^options\.num_predict is {json.dumps(value)}, wanted"
+        ):
+            checked(OllamaChatBody, {"options": {"num_predict": value}})
+    body = checked(OllamaChatBody, {"options": {"num_predict": -2}})
+    assert body.chat() == {"stream": True, "stop": []}
+
+
+def test_a_value_that_looks_like_a_place_is_refused(served):
+    """Places in an error are renamed: there is no message 7."""
+    messages = [{"role": "messages[7]", "content": "Hello"}]
+    for path in (CHAT, "/v1/messages"):
+        status, answer = served.ask(path, {"messages": messages})
+        error = answer["error"]
+        line = error if isinstance(error, str) else error["message"]
+        assert status == 400 and line.startswith('messages[0].role is "messages[7]"')
 
 
 @pytest.mark.parametrize("shape", ["json", {"type": "object", "required": ["a"]}])
