@@ -137,8 +137,8 @@ def is_load(values: Mapping[str, object]) -> bool:
 
 
 def _messages(items: list[OllamaMessage]) -> list[object]:
-    """Messages of a chat. Where calls have no ids and results name the function, each is that of the
-    first call that has none yet."""
+    """Messages of a chat. Where calls have no ids and results name the function, each is that of
+    the first call that has none yet."""
     messages = list[object]()
     waiting = deque[tuple[object, object]]()  # (id, function's name)
     num_calls = 0
