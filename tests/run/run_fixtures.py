@@ -9,6 +9,8 @@ from models import make_machine
 
 from hotsplit.cli import main
 from hotsplit.run import stages
+from hotsplit.run.choice import run_bytes
+from hotsplit.run.source import look_at
 
 MIB = 1 << 20
 
@@ -29,6 +31,14 @@ def text(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "t.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     return path
+
+
+def budget_below(source: Path, less: int, context: int, texts: int = 1) -> str:
+    """A --vram that lacks `less` bytes of what the whole model takes in q8_0; how much its
+    temporaries take depends on the processor."""
+    found = look_at(source, None, source.parent / "none.gguf")
+    model = found.own or found.draft("q8_0")
+    return f"{run_bytes(model, context, MIB, texts) - less}B"
 
 
 @pytest.fixture

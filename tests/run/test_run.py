@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from checkpoints import random_llama
 from models import byte_level_keys, make_model, make_sizes
-from run_fixtures import told
+from run_fixtures import budget_below, told
 
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
@@ -176,7 +176,16 @@ def test_a_dense_model_that_does_not_fit_gets_a_plan_without_a_look(
 ):
     """On a busy machine it says so, once, and how to make again what depends on it."""
     monkeypatch.setattr(stages, "load_now", lambda: 1e4)
-    words = (silu, "--corpus", text, "--no-verify", "--vram", "680KiB", "-c", 32)
+    words = (
+        silu,
+        "--corpus",
+        text,
+        "--no-verify",
+        "--vram",
+        budget_below(silu, 100 << 10, 32),
+        "-c",
+        32,
+    )
     report, lines = told(capsys, *words)
     assert made(report) == ["model", "machine", "plan", "trial"]
     assert report["mode"] == "dense"
@@ -204,7 +213,8 @@ def test_longer_texts_by_another_scaling_of_positions(capsys, silu, text, gpu, v
 
 def test_other_commands_prepare_a_checkpoint_as_run_does(capsys, silu, gpu, tmp_path, cache):
     """With a plan that has room for all the texts, whose files the next command finds."""
-    asked = ("--vram", "1300KiB", "-c", "32", "-n", "3", "--temp", "0", "-t", "1", "--json")
+    vram = budget_below(silu, 100 << 10, 32, texts=2)
+    asked = ("--vram", vram, "-c", "32", "-n", "3", "--temp", "0", "-t", "1", "--json")
     prompts = tmp_path / "p.txt"
     prompts.write_text("the\nfox\n")
     assert main(["generate", str(silu), "--prompts", str(prompts), *asked]) == 0
@@ -277,7 +287,8 @@ def test_a_slow_plan_is_replaced_once_and_for_all(
 ):
     names = ("model", "cpu", "second", "layers")
     tried = timed(monkeypatch, **dict(zip(names, seconds, strict=False)))
-    asked = (silu, "--corpus", text, "--no-verify", "--vram", "700KiB", "-c", 32)
+    vram = budget_below(silu, 100 << 10, 32)
+    asked = (silu, "--corpus", text, "--no-verify", "--vram", vram, "-c", 32)
     texts = []
     for number in range(2):
         report, lines = told(capsys, *asked)
@@ -300,7 +311,17 @@ def test_the_second_plan_is_solved_with_what_was_measured(
     """The CPU alone is slower than predicted, and its figures in the second plan's machine file are
     as much slower; what they do not explain of the plan's seconds is laid to its hand-overs."""
     timed(monkeypatch, model=3.0, cpu=9.0, second=2.0, layers=4.0)
-    run(capsys, silu, "--corpus", text, "--no-verify", "--vram", "680KiB", "-c", 32)
+    run(
+        capsys,
+        silu,
+        "--corpus",
+        text,
+        "--no-verify",
+        "--vram",
+        budget_below(silu, 100 << 10, 32),
+        "-c",
+        32,
+    )
     found = {each.kind: cache / each.name for each in housekeeping.list_cache(cache)}
     own = Machine.load(found["machine"] / "machine.json")
     scaled = Machine.load(found["trial"] / "machine.json")

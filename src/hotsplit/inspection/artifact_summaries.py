@@ -180,6 +180,7 @@ class SplitSummary(Summary):
             "prompt_rates": None if split.prompt_rates is None else vars(split.prompt_rates),
             "kv_offload": None if split.kv_offload is None else str(split.kv_offload),
             "head_on_gpu": split.head_on_gpu,
+            "draft_on_gpu": split.draft_on_gpu,
             "home": split.home,
             "dense_on_gpu": split.dense_on_gpu,
             "num_hot_L": self.num_hot_L,
