@@ -84,4 +84,5 @@ def _ratios(own: float, theirs: list[float | None]) -> str:
 TABLES = {
     "low-bits-values": lambda: values_of(result(f"low-bits-{ZEN_5}")),
     "low-bits-speed": lambda: speed_of(result(f"low-bits-{ZEN_5}")),
+    "by-processor": lambda: speed_of(result(f"by-processor-{ZEN_5}"), ROWS),
 }
