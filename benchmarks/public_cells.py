@@ -69,9 +69,9 @@ CARDS = {
     "RTX 5090": "rtx-5090-32gb",
 }
 MORE_CARDS = {
-    "GTX 1070": ("gtx-1070", 256.0, "3x16", 6.5),
-    "GTX 1080": ("gtx-1080", 320.0, "3x16", 8.9),
-    "RTX A1000": ("rtx-a1000", 192.0, "4x8", 26.0),
+    "GTX 1070": ("gtx-1070", 256.0, "3x16"),
+    "GTX 1080": ("gtx-1080", 320.0, "3x16"),
+    "RTX A1000": ("rtx-a1000", 192.0, "4x8"),
 }
 # Processor: its cores, and main memory as in data_sheets, or the GB/s that four channels reach.
 FOUR_CHANNELS = 0.45
@@ -193,7 +193,7 @@ def machine_of(row: dict[str, Any], scale: float) -> Machine:
     card, cpu, ram = row["card"], f"{row['cpu'] or ''} ", (row["ram"] or "").lower()
     found = data_sheets.machine_of("rtx-3060-12gb")
     if card in MORE_CARDS:
-        name, gb_per_s, link, _ = MORE_CARDS[card]
+        name, gb_per_s, link = MORE_CARDS[card]
         gpu = replace(
             found.gpus[0],
             name=name,

@@ -126,7 +126,7 @@ def _records(path: Path) -> Iterator[np.ndarray]:
 
 
 def _responses(path: Path) -> Iterator[np.ndarray]:
-    """Of each response the prompt's choices, and those of each of its texts."""
+    """The experts chosen in each response: by its prompt, then by each of its texts."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():

@@ -26,8 +26,8 @@ class InfillTokens:
 
 
 def infill_tokens(model: ModelFile, tokenizer: Tokenizer) -> InfillTokens | None:
-    """Those that the file names, and otherwise tokens with a known text, as in llama.cpp; None if
-    prefix, suffix or middle has neither. Raises HotsplitError for a key that is no number."""
+    """The tokens that the file names, and otherwise those with a known text, as in llama.cpp. None
+    if there is no prefix, suffix or middle. Raises HotsplitError for a key that is no number."""
 
     def token(kind: str) -> int | None:
         for name in (kind, _OLD_KINDS.get(kind)):

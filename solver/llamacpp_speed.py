@@ -183,7 +183,7 @@ def _cpu_flops(machine: Machine, kind: str) -> float:
 
 
 def _attention_flops(spec: LayerSpec, num_tokens: int, depth: int) -> float:
-    """Of the scores and sums of a prompt's tokens, half of which are before a token."""
+    """Operations of the scores and sums of a prompt; on average a token sees half of it."""
     if spec.attention is None:
         return 0.0
     window = spec.attention.window or depth + num_tokens

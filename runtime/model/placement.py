@@ -36,8 +36,8 @@ class Placement:
         )
 
     def of_block(self, layer: int, *, has_own_head: bool) -> "Placement":
-        """Of a draft block, as a model of one layer, whose attention is where that of this layer
-        is, and whose neurons are on the CPU; so is the head, if it is the block's own."""
+        """The placement of a draft block, a model of one layer: its attention is where this
+        layer's is, its neurons and a head of its own are on the CPU."""
         return replace(
             self,
             homes=(self.homes[layer], self.homes[-1]),

@@ -211,7 +211,7 @@ def test_the_references_attention_to_latents():
 
 @pytest.mark.parametrize("heads", [64, 65, 130])
 def test_heads_that_share_keys_in_several_programs(kernels, heads):
-    """Of heads without latents, too."""
+    """Heads without latents are divided among programs, too."""
     qkv, cache = vector((heads + 2) * 64), vector(70 * 128, 2).view(70, 2, 1, 64)
     spec, at, found = heads_of(heads, 1, 64), torch.tensor([69], device=device()), []
     for which in (kernels, REFERENCE):

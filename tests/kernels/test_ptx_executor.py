@@ -145,7 +145,7 @@ TABLE = """$table: .branchtargets $one, $two, $one; brx.idx %r7, $table;
 
 
 def test_a_branch_by_a_table():
-    """Of all threads alike, and of some."""
+    """Taken by all threads alike, and by some of them."""
     out, _ = run("and.b32 %r7, %r1, 1;" + TABLE)
     assert out.tolist() == [1 + t % 2 for t in range(THREADS)]
     for index in range(3):

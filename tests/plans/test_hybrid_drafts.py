@@ -189,7 +189,7 @@ def test_no_check_is_too_long_for_a_step(file):
 @pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux")
 @pytest.mark.parametrize("seed", [1, 3])
 def test_a_plan_on_a_device_has_the_block_on_it(file, seed):
-    """Of one seed the head is in main memory; bytes are those of the plan."""
+    """With one of the seeds, the head is in main memory; bytes are those of the plan."""
     split = random_plan(file, seed, context=CONTEXT, draft_on_gpu=True)
     guesses = []
     with checked_cuda(), Engine.of(file, split, device="cuda", draft_block=True) as engine:

@@ -617,7 +617,7 @@ def measured_on(tmp_path, name: str, card: str, host: str, depth: int) -> Inputs
     ],
 )
 def test_llamacpp_is_as_fast_as_published(tmp_path, name, card, host, cold, measured):
-    """Of the rows of docs/plan.md, some of each kind."""
+    """Some rows of docs/plan.md of each kind."""
     inputs = measured_on(tmp_path, name, card, host, 0)
     assert 1 / step_seconds(inputs, moe_division(inputs, cold)) == pytest.approx(measured, rel=0.2)
 

@@ -34,8 +34,6 @@ HOT_KERNELS = 3
 # More of a layer that needs all of its gates: products with gates and ups, apart from the hidden
 # values.
 ALL_GATES_KERNELS = 2
-# A feed-forward layer run densely, as in other engines: gate, up, activation with product, down.
-DENSE_FFN_KERNELS = 4
 HEAD_KERNELS = 2  # the norm and the product
 
 
