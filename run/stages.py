@@ -24,6 +24,7 @@ from hotsplit.files.atomic import partial_file
 from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, busy_words, calibrate
+from hotsplit.measure.calibrate.drive import LEAST_BYTES
 from hotsplit.measure.evaluate.verify_conversion import verify
 from hotsplit.profile.collect import profile
 from hotsplit.profile.corpus.corpus import read_windows
@@ -270,10 +271,15 @@ def _convert(
 
 
 def make_machine(job: RunJob, folder: Path) -> Mapping[str, Any]:
-    """Calibrates this machine, and keeps what shows that other programs were running."""
-    load = load_now()
+    """Calibrates this machine, and keeps what shows that other programs were running. The drive is
+    that of the model's file, or of the cache."""
+    load, file = load_now(), job.source.path
+    is_there = file.is_file() and file.stat().st_size >= LEAST_BYTES
+    config = CalibrateConfig(
+        output=folder / MACHINE, force=True, drives=(file,) if is_there else ()
+    )
     with progress("measuring the machine", None, "timings") as advance:
-        machine = calibrate(CalibrateConfig(output=folder / MACHINE, force=True), on_probe=advance)
+        machine = calibrate(config, on_probe=advance)
     return {"cpu": machine.cpu_name, "busy": busy_words(machine, load)}
 
 

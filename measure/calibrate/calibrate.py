@@ -1,27 +1,30 @@
-"""Calibrates this machine: measures memory bandwidth, copy bandwidth and latencies.
+"""Calibrates this machine: measures memory bandwidth, drives, copy bandwidth and latencies.
 
 Each operation is timed in several rounds. A figure has the median, with which plans are priced, the
 other quartiles, which show how much the rounds differ, and the best round, for limits.
 
 `cpu_bandwidth` measures how fast the CPU reads memory, `cpu_costs` the costs on the CPU that plans
 are priced with, with the threads that the runtime uses beside a GPU if there is one, `gpu` the
-devices, `step_costs` what only whole steps over both show."""
+devices, `step_costs` what only whole steps over both show, `drive` direct reads."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from hotsplit.artifacts.data_sheets import load_machine
-from hotsplit.artifacts.machine_file import CpuCosts, Machine
+from hotsplit.artifacts.machine_file import CpuCosts, Drive, Machine
 from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_output
 from hotsplit.measure.calibrate.cpu_bandwidth import buffer_bytes, measure_cpu
 from hotsplit.measure.calibrate.cpu_costs import measure_costs
+from hotsplit.measure.calibrate.drive import measure_drive
+from hotsplit.measure.calibrate.drive import report as drive_lines
 from hotsplit.measure.calibrate.gpu import measure_gpu
 from hotsplit.runtime.kernels.threads import use_default_threads
+from hotsplit.system.drives import drive_of
 from hotsplit.system.processors import load_now, processor_name, processors
 from hotsplit.system.system_memory import memory_bytes
 
@@ -40,6 +43,8 @@ class CalibrateConfig:
     output: Path
     # A machine file, or a card of data_sheets, whose GPUs to plan for if there is none here.
     gpu_from: Path | None = None
+    # Files or folders whose drives are measured; by default the folder of `output`.
+    drives: tuple[Path, ...] = ()
     force: bool = False
 
 
@@ -55,6 +60,7 @@ def calibrate(
     if borrowed is not None and not borrowed.gpus:
         raise HotsplitError(f"{config.gpu_from}: has no GPU; give a file of a machine with one")
     (total, free), load = memory_bytes(), load_now()
+    drives = measure_drives(config.drives or (config.output.absolute().parent,), say, on_probe)
     kernels, sums = measure_cpu(on_probe)
     num_gpus = torch.cuda.device_count()
     use_default_threads(beside_gpu=num_gpus > 0 or borrowed is not None)
@@ -79,11 +85,26 @@ def calibrate(
         cpu_costs=costs,
         gpus=gpus,
         versions={"python": platform.python_version(), "torch": torch.__version__},
+        drives=drives,
     )
     for line in report(machine, load):
         say(line)
     machine.save(config.output)
     return machine
+
+
+def measure_drives(
+    paths: Sequence[Path], say: Say = lambda line: None, on_probe: OnProbe = lambda count: None
+) -> tuple[Drive, ...]:
+    """The drives of these files and folders, each measured once."""
+    found: dict[str, Drive] = {}
+    for path in paths:
+        if path.exists() and drive_of(path).identity in found:
+            continue
+        drive = measure_drive(path, say, on_probe)
+        if drive is not None:
+            found[drive.identity] = drive
+    return tuple(found.values())
 
 
 def busy_words(machine: Machine, load: float | None) -> str:
@@ -123,6 +144,7 @@ def report(machine: Machine, load: float | None = None) -> list[str]:
                 f" {1e6 * gpu.hand_over_s.median:.1f} us, a run of layers there"
                 f" {1e6 * gpu.cpu_run_s.median:.1f} us, a token {1e6 * gpu.token_s.median:.0f} us"
             )
+    lines += [line for drive in machine.drives for line in drive_lines(drive)]
     doubtful = {name: f for name, f in machine.figures.items() if f.is_doubtful and f.quartiles}
     seen = _load_words(load)
     if doubtful:

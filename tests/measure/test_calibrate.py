@@ -11,7 +11,7 @@ from fake_cuda.torch_cuda import fake_cuda
 from models import make_machine
 
 from hotsplit.artifacts.data_sheets import load_machine
-from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
+from hotsplit.artifacts.machine_file import CpuCosts, Drive, DriveReads, Figure, Machine
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate as calibrating
 from hotsplit.measure.calibrate import cpu_bandwidth, cpu_costs
@@ -208,6 +208,11 @@ def test_the_exact_text_of_a_small_file(tmp_path):
         cpu_costs=costs,
         cpu_bandwidth_gb_per_s={2: Figure(best=20.0, quartiles=(17.5, 18.0, 19.0), rounds=7)},
     )
+    reads = DriveReads(
+        size_bytes=4096, depth=4, is_random=True, gb_per_s=Figure(best=2.5), cpu_s_per_gb=0.5
+    )
+    drive = Drive(name="sda", identity="0f", kind="solid state", source="measured", reads=(reads,))
+    machine = replace(machine, drives=(drive,))
     machine.save(tmp_path / "m")
     assert json.loads((tmp_path / "m").read_text()) == {
         "format": "hotsplit.machine",
@@ -221,6 +226,23 @@ def test_the_exact_text_of_a_small_file(tmp_path):
         },
         "cpu_sum_gb_per_s": {},
         "gpus": [],
+        "drives": [
+            {
+                "name": "sda",
+                "identity": "0f",
+                "kind": "solid state",
+                "source": "measured",
+                "reads": [
+                    {
+                        "size_bytes": 4096,
+                        "depth": 4,
+                        "is_random": True,
+                        "gb_per_s": {"best": 2.5, "quartiles": None, "rounds": 0},
+                        "cpu_s_per_gb": 0.5,
+                    }
+                ],
+            }
+        ],
         "versions": {},
         "cpu_costs": {
             "all_rows_gb_per_s": {"f16": {"best": 3.0, "quartiles": None, "rounds": 0}},

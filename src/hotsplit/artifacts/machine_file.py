@@ -14,11 +14,12 @@ from annotated_types import Ge, Le, MinLen
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
-from hotsplit.files.declared import Count, CountFrom1, Line, Rule, read_declared
+from hotsplit.files.declared import Count, CountFrom1, Line, NotNegative, Rule, read_declared
 from hotsplit.files.gguf_types import block_sizes
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.weight_types import TABLES
+from hotsplit.system.drives import DriveKind
 
 FORMAT = "hotsplit.machine"
 VERSION = 1
@@ -28,6 +29,7 @@ MOST_S = 1e3  # the longest copy, kernel, hand-over, layer or token; keeps the s
 DOUBTFUL_SPREAD = 0.25
 # The share of a matrix's rows that is read when the rate for chosen rows is measured.
 CHOSEN_SHARE = 0.1
+ENOUGH = 0.95  # of a drive's best rate, with fewer reads at a time
 PASS_TOKENS = 32  # that all rows are multiplied by when the rate of a prompt's products is measured
 
 Threads = Annotated[int, Ge(1), Le(99_999)]
@@ -146,9 +148,44 @@ class CpuCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriveReads:
+    """Direct reads of `size_bytes`, `depth` of them at a time, at random places of a file or one
+    behind the other. `cpu_s_per_gb`: seconds of a core for each GB."""
+
+    size_bytes: CountFrom1
+    depth: CountFrom1
+    is_random: bool
+    gb_per_s: Figure
+    cpu_s_per_gb: NotNegative
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """A drive. `identity` says which one it is (`hotsplit.system.drives`)."""
+
+    name: Line
+    identity: Line
+    kind: DriveKind
+    source: Line  # "measured", or the origin of the figures
+    reads: Annotated[tuple[DriveReads, ...], MinLen(1)]
+
+    def best_reads(self, size_bytes: float) -> DriveReads:
+        """Random reads of about this size, of the depths that reach ENOUGH of the best rate the
+        least: more reads at a time only take memory and threads."""
+        reads = [each for each in self.reads if each.is_random] or list(self.reads)
+        sizes = {each.size_bytes for each in reads}
+        nearest = min(sizes, key=lambda size: abs(math.log(size / max(1.0, size_bytes))))
+        reads = [each for each in reads if each.size_bytes == nearest]
+        best = max(each.gb_per_s.median for each in reads)
+        enough = [each for each in reads if each.gb_per_s.median >= ENOUGH * best]
+        return min(enough, key=lambda each: each.depth)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """`cpu_bandwidth_gb_per_s` is measured with the runtime's own row products, `cpu_sum_gb_per_s`
-    with torch's sum, by number of threads. `cpu_costs` is None in a file about a GPU alone."""
+    with torch's sum, by number of threads. `cpu_costs` is None in a file about a GPU alone.
+    `drives` are those that were measured, one for each device."""
 
     cpu_name: Line
     num_threads: CountFrom1
@@ -159,6 +196,12 @@ class Machine:
     cpu_costs: CpuCosts | None
     gpus: tuple[Gpu, ...]
     versions: dict[str, str]
+    drives: tuple[Drive, ...] = ()
+
+    def drive(self, identity: str | None) -> Drive | None:
+        """The drive of this identity or, if it is None, the first; None if it is not known."""
+        own = [each for each in self.drives if identity in (None, each.identity)]
+        return own[0] if own else None
 
     def cpu_rate(self, kind: str, *, density: float = 1.0) -> float:
         """Bytes per second if a share `density` of the rows of a matrix of this type is read.

@@ -152,6 +152,8 @@ def convert(
 -o --output | machine! | The machine file to write.
 --gpu-from | file | Machine file, or a card by its data sheet, e.g. rtx-4060-8gb, whose GPU to plan
     for, if this machine has none.
+--drive | drives: file* | A file or a folder on a drive to measure, e.g. the model; for several
+    drives repeatedly. Of a folder, 256 MiB are written and deleted. [default: the output's folder]
 """,
     machine=common.OutputPath(".json"),
 )
