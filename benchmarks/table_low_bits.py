@@ -1,7 +1,6 @@
 """The tables of `low_bits.py`'s result, files in types of one to four bits, and of
 `by_processor.py`'s."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from table_contents import ZEN_5, markdown, percent, result, times
@@ -13,8 +12,7 @@ LABELS = {
     "1.1b": "1.1 B, random",
     "30b-a3b": "8 layers of Qwen3-30B-A3B, random",
 }
-PROMPTS = ("4", "16", "64", "256")
-ROWS = ("2", "4", "8", "16", "64", "256")
+PROMPTS = ("4", "64", "256")
 
 
 def label(name: str) -> str:
@@ -41,29 +39,29 @@ def values_of(found: Any) -> str:
     return markdown(header, rows)
 
 
-def speed_of(found: Any, prompts: Sequence[str] = PROMPTS) -> str:
-    """Speeds of each level beside those of each rival, of a token and of so many rows."""
+def speed_of(found: Any) -> str:
+    """Speeds of each level beside those of each rival, of a token and of so many rows, with two
+    threads."""
     rows, rivals = [], rivals_of(found)
     for name, file in found["files"].items():
         if "speed" not in file:
             continue
         memory = file["speed"]["memory_bytes"]
-        for threads, words in (("2", "2 threads"), ("1", "1 thread")):
-            sides = file["speed"].get(threads, {}).get("sides", {})
-            for level in (side for side in sides if side in memory):
-                own = sides[level]
-                token, prompts_s = own["token_s"], own["prompts_s"]
-                others = [sides.get(rival) for rival in rivals]
-                cells = [_ratios(token, [each and each["token_s"] for each in others])]
-                for count in prompts:
-                    theirs = [each and each["prompts_s"][count] for each in others]
-                    cells.append(_ratios(prompts_s[count], theirs))
-                share = percent(own["share_of_limit"])
-                grown = times(memory[level] / file["file_bytes"])
-                first = f"{label(name)}, {words}, {level}"
-                rows.append([first, grown, f"{1 / token:.1f}", share, *cells])
-    header = [f"times {', '.join(rivals)}", "bytes in memory over the file's", "tokens/s"]
-    header += ["of the byte limit", "decode", *(f"prompt of {count}" for count in prompts)]
+        sides = file["speed"]["2"]["sides"]
+        for level in (side for side in sides if side in memory):
+            own = sides[level]
+            token, prompts_s = own["token_s"], own["prompts_s"]
+            others = [sides.get(rival) for rival in rivals]
+            cells = [_ratios(token, [each and each["token_s"] for each in others])]
+            for count in PROMPTS:
+                theirs = [each and each["prompts_s"][count] for each in others]
+                cells.append(_ratios(prompts_s[count], theirs))
+            share = percent(own["share_of_limit"])
+            grown = times(memory[level] / file["file_bytes"])
+            first = f"{label(name)}, {level}"
+            rows.append([first, grown, f"{1 / token:.1f}", share, *cells])
+    header = [f"times {', '.join(rivals)}", "memory over file", "tokens/s"]
+    header += ["of the byte limit", "decode", *(f"prompt of {count}" for count in PROMPTS)]
     return markdown(header, rows)
 
 
@@ -84,5 +82,5 @@ def _ratios(own: float, theirs: list[float | None]) -> str:
 TABLES = {
     "low-bits-values": lambda: values_of(result(f"low-bits-{ZEN_5}")),
     "low-bits-speed": lambda: speed_of(result(f"low-bits-{ZEN_5}")),
-    "by-processor": lambda: speed_of(result(f"by-processor-{ZEN_5}"), ROWS),
+    "by-processor": lambda: speed_of(result(f"by-processor-{ZEN_5}")),
 }

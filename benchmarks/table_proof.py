@@ -7,7 +7,6 @@ from table_contents import markdown, result
 
 NAME = "gpu-proof"
 NOTHING = "nothing"
-_WIDEST = 150  # characters of a cell, without the space before its last form
 _GROUPS = {
     "memory": ("ld", "st", "ldmatrix", "stmatrix"),
     "between threads": ("shfl", "redux", "bar"),
@@ -39,10 +38,22 @@ def group_of(opcode: str) -> str:
 
 
 def plans() -> str:
+    """One row a model: its types, its modes, and the fewest and most variants of one plan."""
     found = result(NAME)
-    rows = [[name, str(count)] for name, count in found["plans"].items()]
-    rows.append(["all, each counted once", str(found["variants"])])
-    return markdown(["plan", "variants of launches"], rows)
+    by_model: dict[str, list[tuple[str, str, int]]] = {}
+    for name, count in found["plans"].items():
+        model, weight_type, mode = name.split(", ")
+        by_model.setdefault(model, []).append((weight_type, mode, count))
+    rows = []
+    for model, cases in by_model.items():
+        types, modes, counts = zip(*cases, strict=True)
+        least, most = min(counts), max(counts)
+        rows.append(
+            [model, ", ".join(dict.fromkeys(types)), ", ".join(dict.fromkeys(modes))]
+            + [str(len(cases)), str(least) if least == most else f"{least} to {most}"]
+        )
+    rows.append(["all, each counted once", "", "", "", str(found["variants"])])
+    return markdown(["model", "types", "modes", "plans", "variants of launches in each"], rows)
 
 
 def instructions() -> str:
@@ -64,36 +75,24 @@ def instructions() -> str:
     return markdown(header, rows)
 
 
-def opcodes() -> str:
-    """Every executed form, grouped by the opcode's first word; long rows are split."""
-    found = {name for counts in result(NAME)["instructions"].values() for name in counts}
-    words: dict[str, list[str]] = {}
-    for opcode in sorted(found):
-        word, _, rest = opcode.partition(".")
-        words.setdefault(word, []).append(f"`.{rest}`" if rest else "plain")
-    rows = []
-    for word, forms in words.items():
-        line = ""
-        for form in forms:
-            if len(line) + len(form) > _WIDEST:
-                rows.append([f"`{word}`", line])
-                line = ""
-            line = f"{line} {form}".strip()
-        rows.append([f"`{word}`", line])
-    return markdown(["instruction", "forms"], rows)
-
-
 def faults() -> str:
+    """How many faults of each place were found, and by what."""
+    found: dict[str, Counter[str]] = {}
+    for each in result(NAME)["faults"]:
+        if each["found_by"] != NOTHING:
+            found.setdefault(each["place"], Counter())[each["found_by"]] += 1
     rows = [
-        [each["fault"], f"`{each['place']}`", _how(each["found_by"])]
-        for each in result(NAME)["faults"]
-        if each["found_by"] != NOTHING
+        [f"`{place}`", str(counts.total()), str(counts["values"]), _errors(counts)]
+        for place, counts in found.items()
     ]
-    return markdown(["fault", "where", "found by"], rows)
+    every = sum(found.values(), Counter())
+    rows.append(["all", str(every.total()), str(every["values"]), _errors(every)])
+    return markdown(["where", "faults found", "by wrong values", "by an error"], rows)
 
 
-def _how(found_by: str) -> str:
-    return "wrong values" if found_by == "values" else f"`{found_by}`"
+def _errors(counts: Counter[str]) -> str:
+    names = sorted(name for name in counts if name != "values")
+    return ", ".join(f"{counts[name]} `{name}`" for name in names) or "-"
 
 
 def missed() -> str:
@@ -120,7 +119,6 @@ def barriers() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "gpu-proof-plans": plans,
     "gpu-proof-instructions": instructions,
-    "gpu-proof-opcodes": opcodes,
     "gpu-proof-faults": faults,
     "gpu-proof-missed": missed,
     "gpu-proof-barriers": barriers,

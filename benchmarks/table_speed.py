@@ -8,6 +8,7 @@ from typing import Any
 from table_contents import TYPES, ZEN_4, ZEN_5, markdown, path_of, percent, result, signed, times
 
 RIVALS = ("llama.cpp", "llama.cpp, flash")
+PROMPTS = (5, 64, 256)
 
 # ---- prompts, generation, batches and speculation -----------------------------------------------
 
@@ -32,7 +33,7 @@ def chat_model_of(columns: list[tuple[str, Any]], model: str = SMOLLM2) -> str:
         ],
         ["decode, times llama.cpp", *(times(d["times_rival"]) for d in decode)],
     ]
-    for count in (1, 5, 16, 64, 256):
+    for count in PROMPTS:
         found = [each[f"prompt of {count}"] for _, each in columns]
         rows.append([f"prompt of {count}", *(times(p["times_rival"]) for p in found)])
     return markdown([f"{model}, dense", *(header for header, _ in columns)], rows)
@@ -86,20 +87,23 @@ ROUTINGS = {
 
 
 def expert_routings() -> str:
-    """Gaps, and times of other placements relative to the plan's, over the budgets of each case."""
+    """Over the budgets of each case: the largest gap, and the least and longest times of other
+    placements relative to the plan's."""
     rows, found = [], result("expert-plans")["rows"]
     for name, (case, words) in product(SHAPES, ROUTINGS.items()):
         own = [row for row in found if (row["model"], row["case"]) == (name, case)]
-        gaps = " ".join(f"{row['gap']:.2%}" for row in own)
         cells = [
-            " ".join(
-                f"{row['ms'][way] / row['ms']['plan']:.3f}" if way in row["ms"] else "-"
-                for row in own
-            )
+            _range([row["ms"][way] / row["ms"]["plan"] for row in own if way in row["ms"]])
             for way in ("hottest_first", "uniform", "cpu_moe")
         ]
-        rows.append([f"{SHAPES[name]}, {words}", gaps, *cells])
-    return markdown(["", "gap", "hottest first", "any experts", "`--n-cpu-moe`"], rows)
+        gap = max(row["gap"] for row in own)
+        rows.append([f"{SHAPES[name]}, {words}", f"{gap:.2%}", *cells])
+    return markdown(["", "largest gap", "hottest first", "any experts", "`--n-cpu-moe`"], rows)
+
+
+def _range(ratios: list[float]) -> str:
+    least, most = (f"{each:.3f}" for each in (min(ratios), max(ratios)))
+    return least if least == most else f"{least} to {most}"
 
 
 def expert_plans() -> str:
@@ -224,24 +228,13 @@ def downloaded() -> str:
 
 
 def types() -> str:
-    """Each type of downloaded files, where it was measured, by number of threads."""
+    """Each type of downloaded files, with two threads."""
     rows = []
     for kind, found in result(f"k-quant-model-{ZEN_4}")["types"].items():
-        for threads, words in (("2", "2 threads"), ("1", "1 thread")):
-            if threads not in found:
-                continue
-            of = found[threads]
-            decode, prompt = of["decode"], of.get("prompt of 512")
-            shares = (decode["share_of_limit"], decode["rival_share_of_limit"])
-            prompt_cell = times(prompt["times_rival"]) if prompt else "-"
-            rows.append(
-                [
-                    f"{kind}, {words}",
-                    times(decode["times_rival"]),
-                    *map(percent, shares),
-                    prompt_cell,
-                ]
-            )
+        decode, prompt = found["2"]["decode"], found["2"]["prompt of 512"]
+        shares = (decode["share_of_limit"], decode["rival_share_of_limit"])
+        ratios = [times(test["times_rival"]) for test in (decode, prompt)]
+        rows.append([kind, ratios[0], *map(percent, shares), ratios[1]])
     header = [
         "times llama.cpp",
         "decode",
@@ -253,7 +246,7 @@ def types() -> str:
 
 
 def chat_model_forced() -> str:
-    parts = ("decode", *(f"prompt of {count}" for count in (1, 5, 16, 64, 256)))
+    parts = ("decode", *(f"prompt of {count}" for count in PROMPTS))
     rows = []
     for level in ("avxvnni", "avx2"):
         models = [(kind, chat(kind, f"chat-model-{level}-{ZEN_5}")) for kind in TYPES]
@@ -328,16 +321,19 @@ ROW_MODELS = {
 }
 
 
+FEW = ("2", "4", "6", "8")
+
+
 def rows_over_one() -> str:
     """A check of a draft: the time of a few rows over that of one."""
     lines, models = [], result(f"rows-{ZEN_5}")["models"]
     for model, label in ROW_MODELS.items():
         for side, seconds in models.get(model, {}).items():
             one = seconds["1"]
-            cells = [f"{seconds[count] / one:.2f}" for count in list(seconds)[1:]]
+            cells = [f"{seconds[count] / one:.2f}" for count in FEW]
             name = side if "llama" in side else f"hotsplit, {side}"
             lines.append([f"{label}, {name}", f"{1e3 * one:.1f} ms", *cells])
-    return markdown(["", "one row", *(f"{n} rows" for n in (2, 3, 4, 5, 6, 8))], lines)
+    return markdown(["", "one row", *(f"{count} rows" for count in FEW)], lines)
 
 
 # ---- the server ---------------------------------------------------------------------------------

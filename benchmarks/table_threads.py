@@ -1,5 +1,6 @@
 """The tables of thread pools and of speed by number of threads."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from table_contents import RESULTS, ZEN_4, markdown, percent, result, times
@@ -9,13 +10,15 @@ IN_A_GRAPH = "node in a graph"
 THREADS = ("1", "2", "4", "8", "16")
 
 
-def pool_times_of(found: Any) -> str:
-    """Median microseconds of a job, of `pool_times.py`'s result."""
+def pool_times_of(found: Any, counts: Sequence[str] = THREADS) -> str:
+    """Median microseconds of a job by number of threads, of `pool_times.py`'s result."""
     rows = []
     pools = found["pools"].items()
     for size in next(iter(found["pools"].values())):
         for pool, by_size in pools:
-            for count, cells in by_size[size].items():
+            for count in counts:
+                if (cells := by_size[size].get(count)) is None:
+                    continue
                 medians = [f"{cells[pause][0]:.1f}" for pause in PAUSES]
                 graph = f"{cells[IN_A_GRAPH][0]:.1f}" if IN_A_GRAPH in cells else "-"
                 rows.append([f"{size}, {pool}", count, *medians, graph])
@@ -25,13 +28,19 @@ def pool_times_of(found: Any) -> str:
 def by_threads_of(*found: Any) -> str:
     """Times llama.cpp, of `by_threads.py`'s results: decode with its share of the byte limit,
     prompt."""
-    rows = []
-    for one in found:
-        for model, kinds in one["models"].items():
-            for kind, by_count in kinds.items():
-                cells = [_cell(one, by_count.get(count)) for count in THREADS]
-                rows.append([f"{one['machine']['processor']}: {model} {kind}", *cells])
-    return markdown(["decode (of its limit), prompt", *(f"{n} threads" for n in THREADS)], rows)
+    cases = [
+        (one, f"{one['machine']['processor']}: {model} {kind}", by_count)
+        for one in found
+        for model, kinds in one["models"].items()
+        for kind, by_count in kinds.items()
+    ]
+    counts = [count for count in THREADS if any(by_count.get(count) for *_, by_count in cases)]
+    rows = [
+        [label, *(_cell(one, by_count.get(count)) for count in counts)]
+        for one, label, by_count in cases
+    ]
+    header = ["decode (of its limit), prompt", *(f"{count} threads" for count in counts)]
+    return markdown(header, rows)
 
 
 def _cell(one: Any, tests: Any) -> str:
@@ -47,6 +56,6 @@ def by_threads() -> str:
 
 
 TABLES = {
-    "pool-times": lambda: pool_times_of(result(f"pool-times-{ZEN_4}")),
+    "pool-times": lambda: pool_times_of(result(f"pool-times-{ZEN_4}"), ("2", "4", "16")),
     "by-threads": by_threads,
 }
