@@ -26,12 +26,13 @@ from hotsplit.model.latent import (
     QUERY_B,
     VALUE_B,
 )
+from hotsplit.model.latent_experts import FROM_LATENT, TO_LATENT, FromLatent, ToLatent
 from hotsplit.model.mamba2 import Mamba2
 from hotsplit.model.operations import PositionWise, Recurrent
 from hotsplit.model.rope import Rotary
 from hotsplit.model.short_conv import CONV as TAPS
 from hotsplit.model.short_conv import INPUT, OUTPUT, ShortConv
-from hotsplit.model.spec import Add, Attention, Neurons, Norm, Route
+from hotsplit.model.spec import Add, Attention, Neurons, Norm, Route, written_by
 from hotsplit.runtime.kernels.cpu import library
 
 erf = np.vectorize(erf_of, otypes=[float])
@@ -138,6 +139,12 @@ def logits_ref(
                     mix = _MIXERS[type(block)]
                     result = mix(value[block.reads], block, w, see)
                 see("attn_out", result)
+            elif isinstance(block, ToLatent | FromLatent):
+                (read,), name = block.inputs, TO_LATENT
+                if isinstance(block, FromLatent):
+                    name = FROM_LATENT
+                result = value[read] @ w(f"{name}.weight").T
+                see("ffn_latent", result) if name == TO_LATENT else None
             elif own is not None and isinstance(block, PositionWise):
                 result = own(block, value, w)
             elif isinstance(block, Route):
@@ -159,7 +166,7 @@ def logits_ref(
                 given = model, block, w, model.threshold_L[number], mask, silent, see_own
                 result = _neurons(value[block.reads], value.get("routed"), *given)
                 see_own("ffn_out", result)
-            value[block.writes] = result
+            value[written_by(block)[0]] = result
         x = value["x"]
         see("layer_out", x)
     if spec.output_norm is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.importance_file import Importance, Importances
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.model.latent_experts import FROM_LATENT, TO_LATENT
 from hotsplit.model.spec import Attention
 from hotsplit.model.tensors import in_layout, is_vector, transposed_shape
 from hotsplit.profile.corpus.corpus import WINDOW, Windows
@@ -27,7 +28,10 @@ SEEN_AS = {
     **{f"ffn_{part}{of}": "ffn_norm" for part in ("gate", "up") for of in ("", "_shexp", "_exps")},
     **dict.fromkeys(("ffn_down", "ffn_down_exps"), "ffn_hidden"),
     "ffn_down_shexp": "ffn_shared_hidden",
+    TO_LATENT: "ffn_norm",
+    FROM_LATENT: "ffn_out",
 }
+OF_EXPERTS = ("ffn_norm", "ffn_latent")  # what their first matrices read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,7 @@ class InputSquares(Tensors):
         assert layer is not None
         if name == "ffn_experts":
             self._id_TK = tensor
-            for each in self._wanted["ffn_norm", layer]:
+            for each in [x for seen in OF_EXPERTS for x in self._wanted.get((seen, layer), ())]:
                 if each.num_experts is not None:
                     assert self._norm_TD is not None
                     norm_TKD = self._norm_TD[:, None].expand(*tensor.shape, -1)
@@ -80,7 +84,7 @@ class InputSquares(Tensors):
         for each in self._wanted[name, layer]:
             if each.num_experts is None:
                 self._add(each, tensor.double().square().sum(dim=0, keepdim=True), len(tensor))
-            elif name == "ffn_norm":
+            elif name in OF_EXPERTS:
                 self._norm_TD = tensor.clone()
             else:
                 assert self._id_TK is not None
@@ -126,6 +130,9 @@ def _inputs(model: ModelFile) -> dict[str, Input]:
         if layer == model.spec.num_layers:  # the draft block, which no text runs
             continue
         seen_as = SEEN_AS.get(found[2]) or _seen_as(model, layer, found[2])
+        neurons = model.spec.layers[layer].neurons
+        if neurons.latent_size is not None and found[2] in neurons.matrices:
+            seen_as = "ffn_latent"
         mixers = model.spec.layers[layer].mixers
         if found[2] == "attn_output" and not isinstance(mixers[-1], Attention):
             continue  # the heads of the mixer beside it are seen

@@ -11,23 +11,25 @@ from typing import Self
 import torch
 from torch import Tensor
 
-# Letters: T tokens, D model width, H heads, W head width, F neurons, V vocabulary, K experts of a
-# token. Values that a sparse mode does not compute are NaN in `ffn_gate` and zero in `ffn_hidden`.
-# In a layer with a router both are [T, K * F], with the F neurons of each chosen expert in the
-# order of `ffn_experts`.
+# Letters: T tokens, D model width, Z values of a latent, H heads, W head width, F neurons, V
+# vocabulary, K experts of a token. Values that a sparse mode does not compute are NaN in `ffn_gate`
+# and zero in `ffn_hidden`. In a layer with a router both are [T, K * F], with the F neurons of each
+# chosen expert in the order of `ffn_experts`.
 NAMES = {
     "embedding": "[T, D] token embeddings",
     "attn_norm": "[T, D] input of attention",
     "attn_heads": "[T, H * W] output of the heads, input of attention's output projection",
     "attn_out": "[T, D] output of attention",
     "ffn_norm": "[T, D] input of the feed-forward layer",
+    "ffn_latent": "[T, Z] input of experts that read a latent",
     "ffn_predicted": "[T, F] scores of the predictor",
     "ffn_experts": "[T, K] numbers of the experts that the router has chosen, the first choice"
     " first",
     "ffn_gate": "[T, F] gate pre-activations",
     "ffn_hidden": "[T, F] act(gate) * up, input of the down projection",
     "ffn_shared_hidden": "[T, F] ffn_hidden of the experts that all tokens share",
-    "ffn_out": "[T, D] output of the feed-forward layer",
+    "ffn_out": "[T, D] output of the feed-forward layer without shared experts; [T, Z] of experts"
+    " that read a latent",
     "layer_out": "[T, D] hidden state after the layer, or wider, if operations widen it",
     "output_norm": "[T, D] input of the head, only of the tokens whose logits are wanted",
     "logits": "[T, V] logits, only of the tokens for which they are wanted",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
+from hotsplit.model.latent_experts import LATENT
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Layer, Weights
@@ -187,6 +188,7 @@ def _seen_layer(
     recurrent = layer.spec.recurrent and layer.spec.recurrent.kind
     values: dict[str, tuple[int, Sequence[str]]] = {}
     values |= {"ffn_norm": (end, [ffn_in(index)])} if layer.spec.neurons.number else {}
+    values |= {"ffn_latent": (end, [LATENT])} if layer.spec.neurons.latent_size else {}
     values |= {"layer_out": (end, ["x"])}
     route = None
     for op, (first, last) in placed:

@@ -48,6 +48,7 @@ from hotsplit.runtime.step.native_step import StepStruct
 from hotsplit.runtime.step.pass_device import PassKernels, PassSetup, SomeExperts
 from hotsplit.runtime.step.program import (
     HOST,
+    OUTPUTS,
     StepForm,
     device_of,
     ffn_in,
@@ -180,8 +181,9 @@ class _Builder:
     ) -> NativeNeurons:
         """The CPU's call for units of a layer, of which a GPU may have a part."""
         host, layer = self.host, self.weights.layers[index]
-        gate, x_D = layer.ffn.gate, host.values[ffn_in(index)]
-        y_D = host.values["cold_out" if is_part else "ffn_out"]
+        own, gate = layer.spec.neurons, layer.ffn.gate
+        x_D = host.values[ffn_in(index) if own.reads == "ffn_in" else own.reads]
+        y_D = host.values[OUTPUTS[own.writes]["cold" if is_part else "all"]]
         count = layer.ffn.num_neurons
         if layer.router is not None:
             count = layer.router.spec.num_used

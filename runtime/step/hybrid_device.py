@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hotsplit.model.latent_experts import COLD_SUM, HOT_SUM, LATENT_SUM
 from hotsplit.model.operations import padded
 from hotsplit.model.spec import ATTN_OUT, Block, LayerSpec, ModelSpec, Neurons, read_by, written_by
 from hotsplit.runtime.cache.block_table import BlockTable
@@ -48,6 +49,8 @@ from hotsplit.runtime.weights.matrix import Matrix
 
 # The rows of all operations but position-wise ones.
 CORE = ("attn_out", "hot_out", "cold_out", "ffn_out", "bias", "shared_out")
+# Those of experts that read a latent, which are as wide as it, and whose rows they have.
+OF_LATENT = {HOT_SUM: "hot_out", COLD_SUM: "cold_out", LATENT_SUM: "ffn_out"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +75,29 @@ class DividedLayer:
     routed_R: Tensor | None = None
     own_rows: Mapping[str, int] = field(default_factory=dict)  # of position-wise operations
 
+    @property
+    def latent_size(self) -> int | None:
+        """Values of what the layer's experts read, if it is not the hidden state."""
+        return self.layer.spec.neurons.latent_size
+
+    def width(self, name: str) -> int | None:
+        """Values of a row of an output; None: those of the hidden state."""
+        return self.latent_size if name in OF_LATENT else None
+
     def has_rows(self, name: str) -> bool:
-        """True for a value in DeviceBuffers.sum_PD."""
-        return name in CORE or name in self.own_rows
+        """True for a value in DeviceBuffers.sums."""
+        return name in CORE or name in self.own_rows or name in OF_LATENT
 
     def rows(self, name: str) -> range:
-        """The rows of an output in DeviceBuffers.sum_PD; the summands of a sum are adjacent."""
+        """The rows of an output in DeviceBuffers.rows_of; the summands of a sum are adjacent."""
         end = 1 + self.num_parts
         assert self.has_rows(name), name
+        if self.latent_size is not None and name in ("ffn_out", "shared_out"):  # behind all sums
+            begin = end + self.num_cold + 1
+            if name == "ffn_out":
+                return range(begin, begin + 1)
+            return range(begin + 1, begin + 1 + self.num_shared)
+        name = OF_LATENT.get(name, name)
         if name == "cold_out":
             return range(end, end + self.num_cold)
         if name in self.own_rows:
@@ -121,6 +139,7 @@ def hot_sizes(
     GPU. `is_by_output`: experts have a row of `down` for each output."""
     if not num_hot:
         return 0, 0
+    width = layer.neurons.width(width)
     if layer.route is None:  # and the gates, if all are needed
         return num_hot * (1 + layer.neurons.needs_all_gates), down_parts(num_hot, width)
     used, own = layer.route.num_used, layer.neurons.of_expert
@@ -146,7 +165,8 @@ def own_sizes(spec: ModelSpec) -> dict[str, int]:
     apart = set(_outer(spec))
     for layer, rows in zip(spec.layers, output_rows(spec), strict=True):
         apart |= {name for block in layer.operations for name in block.outputs} - rows.keys()
-    return {name: size for name, size in spec.value_sizes.items() if name in apart - {"x"}}
+    apart -= {"x", *CORE}
+    return {name: size for name, size in spec.value_sizes.items() if name in apart}
 
 
 def _outer(spec: ModelSpec) -> frozenset[str]:
@@ -198,6 +218,7 @@ class DeviceBuffers(StepBuffers):
     hidden: Tensor  # of hot neurons, or of the chosen experts, flat
     # [P, most rows, D]: attention's output; partial sums of hot neurons, or outputs of hot experts;
     # bias, or sum of cold ones; output of shared experts. For position-wise operations see above.
+    # Behind attention's output, rows may be narrower (`rows_of`).
     sums: Tensor
 
     @classmethod
@@ -238,6 +259,7 @@ class DeviceBuffers(StepBuffers):
         room = max(qkv + heads + rest, max_rows * max(own, default=0))
         last_rows = [row for rows in output_rows(spec) for row in rows.values()]
         num_sums = max([1 + most_parts + most_shared, *last_rows]) + 1
+        num_sums += 2 * any(layer.neurons.latent_size is not None for layer in spec.layers)
 
         sizes = {"x": spec.x_size, **own_sizes(spec), "attn_in": width}
         sizes |= {"ffn_in.0": width, "ffn_in.1": width, "inner": inner}
@@ -266,9 +288,17 @@ class DeviceBuffers(StepBuffers):
     @property
     def sum_PD(self) -> Tensor:
         """The summands of a step's rows, [P, T, D], or [P, D] for one row."""
+        return self.rows_of(None)
+
+    def rows_of(self, size: int | None) -> Tensor:
+        """The same memory as rows of so many values, of which those from 1 on begin behind row 0 of
+        the hidden size; None: of the hidden size. A wide row is behind all narrow ones of lesser
+        numbers."""
         parts, _, width = self.sums.shape
-        shape = (parts, width) if self.num_rows == 1 else (parts, self.num_rows, width)
-        return self.sums.flatten()[: prod(shape)].view(shape)
+        size = size or width
+        shape = (parts, size) if self.num_rows == 1 else (parts, self.num_rows, size)
+        begin = self.num_rows * (width - size)
+        return self.sums.flatten()[begin : begin + prod(shape)].view(shape)
 
     @property
     def of_attention(self) -> Sequence[Tensor]:
@@ -305,14 +335,14 @@ class DeviceKernels(Launcher):
     def sums(
         self, names: Sequence[str], divided: DividedLayer, summed: Sequence[str] = ()
     ) -> Tensor:
-        """The rows of `sum_PD` that hold these outputs of a layer, [P, D]. Of those in `summed`,
-        partial sums have been added up in the first row.
+        """The rows of `sum_PD` that hold these outputs of a layer, [P, D], or of a latent. Of those
+        in `summed`, partial sums have been added up in the first row.
 
         Raises NotNative if they are not adjacent."""
         rows = divided.summands(names, summed)
         if rows is None:
             raise NotNative(f"a sum of {', '.join(names)} is not supported on a GPU")
-        return self.buffers.sum_PD[rows.start : rows.stop]
+        return self.buffers.rows_of(divided.width(names[0]))[rows.start : rows.stop]
 
     def attended(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """The layer's input projections and the outputs of its heads, at the beginning of their
@@ -392,7 +422,8 @@ class DeviceKernels(Launcher):
         num_used, num_neurons = layer.router.spec.num_used, len(hot.id_F)
         hidden_KF = b.carved(b.hidden, num_used * num_neurons)
         hidden_KF = hidden_KF.unflatten(-1, (num_used, num_neurons))
-        parts_PD, gate = b.sum_PD[1 : 1 + divided.num_parts], layer.ffn.gate
+        parts_PD = b.rows_of(divided.latent_size)[1 : 1 + divided.num_parts]
+        gate = layer.ffn.gate
         of_neurons.launch_experts(self, hot, gate, self.routed(layer), x_D, hidden_KF, parts_PD)
 
     def shared(self, divided: DividedLayer, x_D: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.model.blocks import PLAIN_SUM, SumFactors
+from hotsplit.model.latent_experts import HOT_SUM, LATENT_SUM
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.ops.device import Rounded
@@ -97,6 +98,8 @@ class Lowering:
             elif _is_return(op) and is_added(op.writes[0], ops[stop:]):
                 self.away[op.writes[0]] = op.reads[0]
             else:
+                if op.layer is not None and op.kind in self.weights.layers[op.layer].own:
+                    self._join(op)
                 self._submit(op, self._run(op))
             index = stop
         for pending in list(self.pending.values()):  # before the head, which is apart in a pass
@@ -160,6 +163,20 @@ class Lowering:
         given = self.devices[device], x_D, sum_PD, None, None, target_D, term_D
         work = partial(launch_add_norm, *given, factors=self._factors(pending))
         self.found.append(Submission("add", device, pending.reads, (target,), work))
+
+    def _join(self, op: Op) -> None:
+        """Adds up partial sums of neurons that an operation with a room of its own reads."""
+        assert op.layer is not None
+        for value in op.reads:
+            name = name_of(value)
+            if name not in _OF_NEURONS or value in self.summed or device_of(value) == HOST:
+                continue
+            first_D, *more = rows_PD = self._rows([value], op.layer)
+            if more:
+                given = self.devices[op.home], first_D, rows_PD[1:], None, None, first_D
+                work = partial(launch_add_norm, *given)
+                self.found.append(Submission("add", op.home, (value,), (value,), work))
+            self.summed.add(value)
 
     def _are_one(self, pending: _Sum, op: Op, terms: Sequence[str]) -> bool:
         """True if a deferred sum can take the terms of one that adds to it."""
@@ -352,7 +369,7 @@ class Lowering:
         if name_of(source) == "position":
             return partial(self._place, device)
         target_D, source_D = (self._tensor(value, op.layer) for value in (target, source))
-        if device_of(source) != HOST and name_of(source) in ("ffn_out", "hot_out"):
+        if device_of(source) != HOST and name_of(source) in _OF_NEURONS:
             first_D, *more = rows_PD = self._rows([source], op.layer)
             if more:
                 return partial(launch_add_norm, device, first_D, rows_PD[1:], None, None, target_D)
@@ -395,6 +412,10 @@ class Lowering:
             assert own.router is not None
             size = 2 * own.router.spec.num_used
         return beginning(found, 1 if found.dim() == 1 else len(found), size)
+
+
+# Outputs of neurons, of which there may be partial sums.
+_OF_NEURONS = ("ffn_out", "hot_out", HOT_SUM, LATENT_SUM)
 
 
 def _copy_to_rows(device: DeviceKernels, target: Tensor, values_D: Tensor) -> None:

@@ -319,7 +319,7 @@ class PassKernels(TileLauncher, DeviceKernels):
         """The outputs of all pairs [P, D], that of a row's k-th expert in row k T + t."""
         assert divided.layer.router is not None
         num_used = divided.layer.router.spec.num_used
-        return self.buffers.sum_PD[1 : 1 + num_used].view(-1, x_TD.shape[1])
+        return self.buffers.rows_of(x_TD.shape[1])[1 : 1 + num_used].view(-1, x_TD.shape[1])
 
     def _streamed_experts(self, divided: DividedLayer, x_TD: Tensor, stream: ExpertStream) -> None:
         """All experts of a layer: those stored here, and of the others those that are streamed; the
@@ -365,7 +365,7 @@ class PassKernels(TileLauncher, DeviceKernels):
             lambda number, block: self._pairs(divided, block, pairs[number], x_TD),
         )
         on_cpu_A = np.setdiff1d(expert_A, streamed_A)
-        out_TD, y_TD = self.buffers.sum_PD[1 + num_used], native.y_D
+        out_TD, y_TD = self.buffers.rows_of(x_TD.shape[1])[1 + num_used], native.y_D
         if len(on_cpu_A):
             is_own_E = np.isin(np.arange(cold.num_experts), on_cpu_A)
             own.place_E.copy_(torch.from_numpy(np.where(is_own_E, cold.places, -1)))

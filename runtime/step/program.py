@@ -21,7 +21,9 @@ it, but only after all earlier reads (`edges`).
     routed      the experts that the router chooses, and their weights
     shared_out  the output of experts that fire for every token
     ffn_out     the neurons' output; in a layer with divided neurons, hot_out and cold_out, which
-                are summed into it, with the bias of the down projection, only if a norm reads it
+                are summed into it, with the bias of the down projection, only if a norm reads it.
+                Experts that read a latent have others, which are summed before the product
+                that writes ffn_out (OUTPUTS)
     others      values of position-wise operations (ModelSpec.value_sizes), which may also widen
                 x"""
 
@@ -30,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hotsplit.model.blocks import PLAIN_SUM, SumFactors
+from hotsplit.model.latent_experts import COLD_SUM, HOT_SUM, LATENT_SUM
 from hotsplit.model.operations import BlockOp, PositionWise, Recurrent
 from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict, Route
 from hotsplit.model.spec import Block as SpecBlock
@@ -40,8 +43,11 @@ Kind = str
 Block = Literal["all", "hot", "cold"]
 
 HOST = "host"
-# The value that a block of neurons writes.
-OUT = {"all": "ffn_out", "hot": "hot_out", "cold": "cold_out"}
+# The values that blocks of neurons write, by that of the whole layer.
+OUTPUTS: Mapping[str, Mapping[Block, str]] = {
+    "ffn_out": {"all": "ffn_out", "hot": "hot_out", "cold": "cold_out"},
+    LATENT_SUM: {"all": LATENT_SUM, "hot": HOT_SUM, "cold": COLD_SUM},
+}
 
 
 def gpu(number: int) -> str:
@@ -137,9 +143,7 @@ class _LayerWriter:
         match block:
             case Norm():
                 read, written = self._value(block.reads), self._value(block.writes)
-                terms = self.terms.pop(block.reads, ())
-                if len(terms) > 1:  # values that neurons have left, read as one
-                    yield self._op("add", terms, [read])
+                yield from self._joined(block.reads)
                 yield self._op("norm", [read], [written], block.name)
             case Attention():
                 yield from self._attention(block)
@@ -161,12 +165,20 @@ class _LayerWriter:
                 op = self._op("add", parts, [self._value(block.writes)])
                 yield replace(op, factors=block.factors)
             case BlockOp():
+                for name in block.inputs:
+                    yield from self._joined(name)
                 names = block.inputs, block.outputs
                 reads, writes = (list(map(self._value, each)) for each in names)
                 if isinstance(block, Recurrent):
                     kept = block.kept(self.index).name
                     reads, writes = [*reads, kept], [*writes, kept]
                 yield self._op(block.kind, reads, writes, block.part())
+
+    def _joined(self, name: str) -> Iterator[Op]:
+        """The sum of the values that neurons have left of this one, if there are several."""
+        terms = self.terms.pop(name, ())
+        if len(terms) > 1:
+            yield self._op("add", terms, [self._value(name)])
 
     def _value(self, name: str) -> str:
         """The value of this layer that the spec calls by this name."""
@@ -214,37 +226,39 @@ class _LayerWriter:
     def _neurons(self, neurons: Neurons) -> Iterator[Op]:
         """The neurons on all devices; their outputs end up on the layer's device. In a layer that
         is not wholly on the host, neurons on the host run concurrently with the GPU's kernels."""
-        place = self.place
+        place, out = self.place, OUTPUTS[neurons.writes]
+        if len(place.blocks) == 1:  # a block that streams the others writes the sum of all, too
+            out = dict.fromkeys(out, neurons.writes)
         inputs = [self._value(neurons.reads), *self.named, *self.routed]
         is_shared = not place.is_whole_on_host
         beside = [b for b, device in place.blocks if device == HOST and is_shared]
         others = [(b, device) for b, device in place.blocks if b not in beside]
         for block in beside:
-            yield from self._block(block, HOST, inputs, is_beside=True)
+            yield from self._block(block, HOST, inputs, out[block], is_beside=True)
         for block, device in others:
-            yield from self._block(block, device, inputs, is_beside=False)
-            yield from self._returned(block, device, is_beside=False)
+            yield from self._block(block, device, inputs, out[block], is_beside=False)
+            yield from self._returned(out[block], device, is_beside=False)
         for block in beside:
-            yield from self._returned(block, HOST, is_beside=True)
-        outs = [OUT[block] for block, _ in place.blocks]
+            yield from self._returned(out[block], HOST, is_beside=True)
+        outs = [out[block] for block, _ in place.blocks]
         if neurons.down_name in neurons.biases and not neurons.are_experts:  # each has its own
             yield self._op("bias", [], ["bias"], "down_bias")
             outs.append("bias")
         self.terms[neurons.writes] = tuple(outs)
 
     def _block(
-        self, block: Block, device: str, inputs: Sequence[str], *, is_beside: bool
+        self, block: Block, device: str, inputs: Sequence[str], out: str, *, is_beside: bool
     ) -> Iterator[Op]:
-        place, out = self.place, OUT[block]
+        place = self.place
         for name in inputs if device != place.device else ():
             yield self._copy(name, place.device, device, is_beside)
         bits = ["bits"] if place.has_bits and block != "cold" else []
         yield self._op("neurons", inputs, [out, *bits], block, device, is_beside)
 
-    def _returned(self, block: Block, device: str, *, is_beside: bool) -> Iterator[Op]:
+    def _returned(self, out: str, device: str, *, is_beside: bool) -> Iterator[Op]:
         """Copies the output of a block to the layer's device."""
         if device != self.place.device:
-            yield self._copy(OUT[block], device, self.place.device, is_beside)
+            yield self._copy(out, device, self.place.device, is_beside)
 
     def _copy(self, name: str, source: str, target: str, is_beside: bool) -> Op:
         device = source if target == HOST else target

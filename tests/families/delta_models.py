@@ -141,11 +141,15 @@ def mamba_model(
     return faded(make_model(spec=spec, **more))
 
 
-def single_model(sizes: Sizes, *, experts: Experts | None = None, **more) -> ModelFile:
-    """A random Nemotron-H in memory, or with experts a Nemotron 3: layers of one block each."""
+def single_model(
+    sizes: Sizes, *, experts: Experts | None = None, latent_size: int | None = None, **more
+) -> ModelFile:
+    """A random Nemotron-H in memory, or with experts a Nemotron 3: layers of one block each.
+    `latent_size`: values of what experts read; None: the hidden state."""
     neurons: Neurons | Mixture = sizes.neurons("relu2", is_gated=False)
     if experts is not None:
-        neurons = replace(experts, is_gated=False, has_shared_gate=False).mixture("relu2")
+        mixture = replace(experts, is_gated=False, has_shared_gate=False).mixture("relu2")
+        neurons = replace(mixture, latent_size=latent_size)
     mamba = replace(SMALL, epsilon=sizes.epsilon)
     order = mamba, neurons, sizes.attention(None), mamba, neurons
     arrangement, count = sizes.arrangement(), sizes.num_layers

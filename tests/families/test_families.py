@@ -480,6 +480,13 @@ CASES = {
         moe_shared_expert_intermediate_size=45,
         routed_scaling_factor=2.5,
     ),
+    # As Nemotron 3 Super: its experts read 40 of 64 values.
+    "nemotron-3moe-latent": hf.NemotronHConfig(
+        **NEMOTRON_3,
+        layers_block_type=blocks("ME*E"),
+        moe_latent_size=40,
+        moe_shared_expert_intermediate_size=45,
+    ),
     "falcon-h1": hf.FalconH1Config(**GATED | ODD | FALCON_H1, mamba_rms_norm=False),
     "falcon-h1-norm": hf.FalconH1Config(
         **GATED | MQA | FALCON_H1 | {"mamba_n_groups": 5},
@@ -831,7 +838,8 @@ _STOCK = """
     phi3 falcon-11b gemma3-stock gemma4 gemma4-stock gemma4moe muse-glimmer
     smollm3 ministral3 nemotron arcee starcoder2-stock command-r cohere2 gemma2-stock olmo2
     olmo3-stock exaone4-stock ernie glm4 glm granite granite4-hybrid granite4moe-hybrid bamba
-    nemotron-h falcon-h1 falcon-h1-norm mixtral olmoe qwen2moe qwen3moe granitemoe cohere2moe
+    nemotron-h nemotron-3moe-latent falcon-h1 falcon-h1-norm mixtral olmoe qwen2moe qwen3moe
+    granitemoe cohere2moe
     cohere2moe-average glm4moe gpt-oss qwen3nextmoe-stock qwen35-stock qwen35moe lfm2 lfm2moe
     minimaxmoe dotsmoe hunyuan3moe exaonemoe solarmoe erniemoe seed-oss gemma stablelm kimilinearmoe
     stablelm-parallel gpt-neox phi2 hunyuan hunyuanmoe deepseek3moe glm47moe mistral4moe

@@ -12,7 +12,7 @@ import torch
 from delta_models import FEW, KIMI, RECURRENT, SMALL, TINY, both_model, single_model, with_recurrent
 from hybrid_plans import random_plan, stepped
 from models import changed, make_model, make_sizes, mixture_spec
-from passes import logits, passing
+from passes import logits, passing, streaming
 from reference import logits_ref, rel_error
 from test_experts import IDS
 from test_hybrid_experts import made_plan, with_hybrid
@@ -136,13 +136,14 @@ def test_a_long_prompt_has_one_state(dense, mixer):
 OTHER_BLOCKS = {
     "one block a layer": single_model,
     "one block a layer, experts": partial(single_model, experts=FEW),
+    "one block a layer, experts of latents": partial(single_model, experts=FEW, latent_size=32),
     "two mixers side by side": both_model,
 }
 
 
 @pytest.mark.parametrize("blocks", OTHER_BLOCKS)
 def test_layers_without_a_mixer_or_neurons_or_with_two_mixers(blocks):
-    """On the CPU and in plans, as steps and as passes."""
+    """On the CPU and in plans, as steps and as passes, with cold weights streamed or not."""
     sizes = make_sizes(num_layers=10, num_neurons=64, context_length=96)
     model, ids = OTHER_BLOCKS[blocks](sizes), IDS[:12]
     want = logits_ref(model, ids)
@@ -152,6 +153,7 @@ def test_layers_without_a_mixer_or_neurons_or_with_two_mixers(blocks):
             assert rel_error(engine.logits(ids), want) < 1e-5
             assert rel_error(steps(hybrid(engine, split), ids), want) < 1e-5
             assert rel_error(logits(passing(engine, split), ids), want) < 1e-5
+            assert rel_error(logits(streaming(engine, split)[0], ids), want) < 1e-5
 
 
 def test_a_step_that_fails_changes_no_state():

@@ -44,7 +44,7 @@ struct ExpertSizes {
 class Experts {
   public:
     Experts(Arena& arena, const ExpertSizes& sizes, int64_t D, int64_t T, Neurons& neurons)
-        : D(D), neurons_(neurons) {
+        : neurons_(neurons) {
         const int64_t K = sizes.most_used, P = T * K;
         if (!K) return;
         const int64_t F = groups_of(sizes.most_neurons) * SUM_ROWS;
@@ -68,6 +68,7 @@ class Experts {
     // out [T, D]. `routed`: [T, 2 K]. `seen`: of rows [T, K].
     void run(const HsExperts& experts, const Gate& gate, const float* routed, int64_t num_used,
              Operand& x, int64_t T, float* out, NeuronBytes& read, const Seen& seen = {}) {
+        D = experts.first.gate.num_columns;
         e_ = &experts, K = num_used, F = experts.first.num_neurons, T_ = T, seen_ = seen;
         sort(routed);
         if (experts.first.is_by_output)
@@ -335,7 +336,7 @@ class Experts {
         if (b.up.data) read.up += num_fired * row_bytes(b.up);
     }
 
-    const int64_t D;
+    int64_t D = 0;  // the width of the experts
     Neurons& neurons_;
     const HsExperts* e_ = nullptr;
     int64_t K = 0, F = 0, T_ = 0, num_used_ = 0;

@@ -10,10 +10,10 @@
 
 class Neurons {
   public:
-    // Allocates for blocks of up to F neurons of width D, and up to T tokens. `forms`: the packed forms of hidden
+    // Allocates for blocks of up to F neurons of width D at most, and up to T tokens. `forms`: the packed forms of hidden
     // values for `down` by outputs (by_output_forms). `needs_all`: Gate::needs_all() of a layer.
     Neurons(Arena& arena, int64_t D, int64_t F, int64_t T, uint32_t forms, bool needs_all)
-        : D(D), sums_(arena, D, T) {
+        : sums_(arena, D, T) {
         all_gates_ = arena.take<float>(needs_all ? T * F : 0);
         position_ = arena.take<int32_t>(F);
         candidate_ = arena.take<int32_t>(F);
@@ -37,6 +37,7 @@ class Neurons {
              float* out, NeuronBytes& read, Fired fired = {}, const Seen& seen = {}) {
         seen_ = seen;
         known_ = nullptr;
+        D = block.gate.num_columns;
         if (gate.needs_all()) {
             HsBlock rest = block;
             rest.gate.bias = nullptr;  // added here
@@ -356,7 +357,7 @@ class Neurons {
         return mask;
     }
 
-    const int64_t D;
+    int64_t D = 0;  // the width of the block
     RowSums sums_;
     Coefficients hidden_;  // for one token, indexed by candidate
     Operand hidden_x_;     // the same memory

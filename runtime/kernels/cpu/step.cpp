@@ -326,6 +326,7 @@ class Step {
     void run_row(const HsOp& op, int64_t t) {
         const float* in = w.vector[op.in].row(t);
         float* out = w.vector[op.out].row(t);
+        const int64_t D = w.vector[op.out].size;
         if (op.kind == OP_NORM) return apply(s.layer[op.layer].norm[op.part], in, D, out);
         if (in != out) std::memcpy(out, in, D * sizeof(float));
         const float* by =
@@ -608,9 +609,15 @@ bool fits_experts(const HsLayer& l, const HsStep& s) {
     if (!l.route.router.data || !fits(l.route, s.width)) return false;
     for (const HsExperts* e = f.experts; e < f.experts + f.num_blocks; ++e)
         if (f.num_neurons != e->first.num_neurons || e->num_experts != l.route.router.num_rows ||
-            !fits(*e, l.route.num_used, s.width, f.gate.computes_all))
+            e->first.gate.num_columns > s.width ||
+            !fits(*e, l.route.num_used, e->first.gate.num_columns, f.gate.computes_all))
             return false;
     return true;
+}
+
+// Values of the input and of the output of these neurons: of experts perhaps fewer than of the hidden state.
+int64_t width_of(const HsFeedForward& f, const HsStep& s) {
+    return f.experts ? f.experts->first.gate.num_columns : s.width;
 }
 
 bool fits(const HsLayer& l, const HsStep& s) {
@@ -651,7 +658,8 @@ bool fits(const HsOp& op, const HsStep& s) {
     for (int32_t value : {op.in, op.in_2, op.out}) {
         if (value < 0 || value > VALUE_NONE) return false;
         const bool has_own_size = value == VALUE_X || (value >= VALUE_OWN && value < VALUE_NONE);
-        if (has_own_size && size_of(s, value) != s.width) return false;
+        const bool has_any = op.kind == OP_ADD || op.kind == OP_NEURONS;  // see below
+        if (has_own_size && !has_any && size_of(s, value) != s.width) return false;
         if ((value == VALUE_QKV || value == VALUE_HEADS) && op.kind != OP_ATTEND) return false;
     }
     if (op.in == VALUE_ROUTED || (op.in_2 == VALUE_ROUTED && op.kind != OP_NEURONS) ||
@@ -681,7 +689,11 @@ bool fits(const HsOp& op, const HsStep& s) {
             return l->route.router.data;
         case OP_SHARED:
             return l->shared.num_blocks == 1;
+        case OP_ADD:
+            return size_of(s, op.in) == size_of(s, op.out) && size_of(s, op.in_2) == size_of(s, op.out);
         case OP_NEURONS:
+            for (int32_t value : {op.in, op.out})
+                if (size_of(s, value) != width_of(l->feed_forward, s)) return false;
             if (op.part < 0 || op.part >= l->feed_forward.num_blocks) return false;
             if ((op.in_2 == VALUE_ROUTED) != (l->feed_forward.experts != nullptr)) return false;
             return op.in_2 == VALUE_ROUTED || op.in_2 == VALUE_NONE ||
@@ -689,7 +701,7 @@ bool fits(const HsOp& op, const HsStep& s) {
         case OP_HEAD:
             return s.head.data;
     }
-    return op.kind == OP_ADD || op.kind == OP_HEAD_NORM;
+    return op.kind == OP_HEAD_NORM;
 }
 
 bool fits(const HsTable& t, int64_t context_length) {

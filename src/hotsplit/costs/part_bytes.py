@@ -136,7 +136,7 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
         dense,
         gate_row=row(neurons.gate_name),
         up_row=row(neurons.up_name) if neurons.is_gated else 0,
-        down_row=-(-model.spec.hidden_size * size // block),
+        down_row=-(-neurons.width(model.spec.hidden_size) * size // block),
     )
 
 

@@ -1,7 +1,8 @@
 """Nemotron-H and Nemotron 3 (arXiv 2504.03624, 2512.20848): each layer is one block after a norm:
 Mamba-2, attention without rotary embeddings, or neurons without gates under ReLU squared, in
-Nemotron 3 those of experts, so that most neurons are silent. llama.cpp's files say by the numbers
-of key heads and of neurons what a layer has."""
+Nemotron 3 those of experts, so that most neurons are silent; in Super and Ultra these read a latent
+(model/latent_experts.py). llama.cpp's files say by the numbers of key heads and of neurons what a
+layer has."""
 
 from dataclasses import replace
 from typing import cast
@@ -25,6 +26,7 @@ from hotsplit.model.route import CHOICE_BIAS
 from hotsplit.model.spec import Attention, ModelSpec, Neurons
 
 KEY_HEADS, NEURONS = "attention.head_count_kv", "feed_forward_length"
+LATENT_SIZE = "moe_latent_size"  # of configs and keys alike
 _PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 _OLD = {"mamba": "linear_attention", "attention": "full_attention"}
 # Layers that only predict tokens further ahead.
@@ -50,11 +52,6 @@ def derived(read: ConfigReader) -> dict[str, object]:
             f"{read.path}: layers_block_type is {shown(types)}, wanted attention and neurons in one"
             " layer each at least; this checkpoint is not supported"
         )
-    read.refuse(
-        "moe_latent_size",
-        why="experts that read a vector narrower than the hidden state are not supported;"
-        " llama.cpp may run a GGUF of it",
-    )
     found: dict[str, object] = {"layers_block_type": types, "num_hidden_layers": len(types)}
     if "moe" in types:
         found["intermediate_size"] = read.count("moe_intermediate_size")
@@ -80,6 +77,8 @@ def keys(read: ConfigReader) -> dict[str, Value]:
     }
     if "moe" not in types:
         return found
+    if read.values.get(LATENT_SIZE) is not None:
+        found[LATENT_SIZE] = np.uint32(read.count(LATENT_SIZE))
     return {
         "general.architecture": "nemotron_h_moe",
         **found,
@@ -138,7 +137,8 @@ def of_keys(read: KeyReader) -> ModelSpec:
         experts = experts_of_keys(read, gating="sigmoid", has_shared=True)
         has_bias = any(tensor.endswith(CHOICE_BIAS) for tensor in read.tensors)
         route = replace(experts.route, has_choice_bias=has_bias)
-        feed_forward = replace(experts, route=route, is_gated=False).mixture(activation)
+        mixture = replace(experts, route=route, is_gated=False).mixture(activation)
+        feed_forward = replace(mixture, latent_size=_latent_size(read, sizes.hidden_size))
 
     def block(layer: int) -> Mamba2 | Attention | Neurons | Mixture:
         if has_keys_L[layer]:
@@ -148,6 +148,17 @@ def of_keys(read: KeyReader) -> ModelSpec:
     arrangement = sizes.arrangement()
     layers = [arrangement.single(block(layer)) for layer in range(sizes.num_layers)]
     return sizes.model(name, layers)
+
+
+def _latent_size(read: KeyReader, hidden_size: int) -> int | None:
+    """Values of what experts read, if it is not the hidden state."""
+    size = read.whole(LATENT_SIZE, 0)
+    if not 0 <= size < hidden_size:
+        raise HotsplitError(
+            f"{read.path}: key '{read.graph.name}.{LATENT_SIZE}' is {size}, wanted fewer values"
+            f" than the hidden state's {hidden_size}: this model is not supported"
+        )
+    return size or None
 
 
 def _not_in_stock(spec: ModelSpec) -> str | None:
@@ -213,7 +224,7 @@ GRAPHS = tuple(
     Architecture(
         name=name,
         of_keys=of_keys,
-        known_keys=(*MAMBA2, *KEYS) if name == "nemotron_h_moe" else MAMBA2,
+        known_keys=(*MAMBA2, *KEYS, LATENT_SIZE) if name == "nemotron_h_moe" else MAMBA2,
         stock_activations=("relu2",),
         not_in_stock=_not_in_stock,
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hotsplit.model.blocks import NormKind
+from hotsplit.model.latent_experts import LATENT, LATENT_SUM, FromLatent, ToLatent
 from hotsplit.model.operations import PositionWise
 from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import Add, Attention, Block, LayerSpec, Mixer, Neurons, Norm, Route
@@ -11,19 +12,27 @@ from hotsplit.model.spec import Add, Attention, Block, LayerSpec, Mixer, Neurons
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The feed-forward blocks of a layer with experts."""
+    """The feed-forward blocks of a layer with experts. `latent_size`: values of what these read, if
+    it is not the hidden state (model/latent_experts.py)."""
 
     route: Route
     experts: Neurons
     shared: Neurons | None = None
+    latent_size: int | None = None
 
 
 def _feed_forward(neurons: Neurons | Mixture) -> tuple[tuple[Block, ...], tuple[str, ...]]:
     """The blocks of a feed-forward, and the values that they add to the hidden state."""
     if isinstance(neurons, Neurons):
         return (neurons,), (neurons.writes,)
-    each = (neurons.experts,) if neurons.shared is None else (neurons.experts, neurons.shared)
-    return (neurons.route, *each), tuple(block.writes for block in each)
+    experts, shared = neurons.experts, (neurons.shared,) if neurons.shared is not None else ()
+    written = (experts.writes, *(block.writes for block in shared))
+    if neurons.latent_size is None:
+        return (neurons.route, experts, *shared), written
+    size = neurons.latent_size
+    experts = replace(experts, reads=LATENT, writes=LATENT_SUM, latent_size=size)
+    products = ToLatent(size=size), FromLatent(size=size)
+    return (neurons.route, products[0], experts, *shared, products[1]), written
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,8 @@ class Neurons:
     of weight * y of the chosen experts. `has_output_gate`: y is multiplied by sigmoid(w . x). With
     a `cutoff` k, the activation takes max(0, g - m - k s) of a gate g, where m and s are the mean
     and the standard deviation (the sum of squares divided by F) of the token's gates of the layer:
-    of normally distributed gates a share of 1 - Phi(k) is left (Gemma 3n)."""
+    of normally distributed gates a share of 1 - Phi(k) is left (Gemma 3n). `latent_size`: values of
+    x and y, if they are not those of the hidden state (model/latent_experts.py)."""
 
     number: int
     activation: Activation
@@ -60,6 +61,7 @@ class Neurons:
     suffix: Suffix = ""
     num_experts: int = 1
     has_output_gate: bool = False
+    latent_size: int | None = None
     reads: str = "ffn_in"
     writes: str = "ffn_out"
 
@@ -84,6 +86,10 @@ class Neurons:
             return ()
         names = ("ffn_gate", "ffn_up") if self.is_gated else ("ffn_up",)
         return tuple(f"{name}{self.suffix}" for name in names)
+
+    def width(self, hidden_size: int) -> int:
+        """Values of its input and of its output."""
+        return self.latent_size or hidden_size
 
     @property
     def needs_all_gates(self) -> bool:

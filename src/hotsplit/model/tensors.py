@@ -155,12 +155,12 @@ def _attention(block: Attention, hidden_size: int) -> Shapes:
 
 def _neurons(block: Neurons, hidden_size: int, layout: Layout) -> Shapes:
     """Experts are the first dimension of each tensor."""
-    first = (block.num_experts,) if block.are_experts else ()
-    rows = (*first, block.of_expert, hidden_size)
+    first, width = (block.num_experts,) if block.are_experts else (), block.width(hidden_size)
+    rows = (*first, block.of_expert, width)
     shapes: Shapes = {f"{name}.weight": rows for name in block.matrices}
     down = in_layout(f"{block.down_name}.weight", layout)
     shapes[down] = rows if layout == "sparse" else transposed_shape(rows)
-    sizes = dict.fromkeys(block.matrices, block.of_expert) | {block.down_name: hidden_size}
+    sizes = dict.fromkeys(block.matrices, block.of_expert) | {block.down_name: width}
     if block.has_output_gate:
         shapes[OUTPUT_GATE] = (hidden_size,)
     biases = {f"{n}.bias": (*first, size) for n, size in sizes.items() if n in block.biases}

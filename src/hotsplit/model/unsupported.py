@@ -94,8 +94,6 @@ _BY_KEY = {
     "final_logit_softcapping": _CAPPED,
     "rope.scaling.yarn_log_multiplier": "DeepSeek's form of YaRN is not supported",
     "ssm.state_size": _RECURRENT,
-    "moe_latent_size": "experts that read a vector narrower than the hidden state are not"
-    " supported; llama.cpp runs them",
 }
 # general.type of a GGUF that is no model -> what it is.
 _TYPES = {
