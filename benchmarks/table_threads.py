@@ -56,6 +56,6 @@ def by_threads() -> str:
 
 
 TABLES = {
-    "pool-times": lambda: pool_times_of(result(f"pool-times-{ZEN_4}"), ("2", "4", "16")),
+    "pool-times": lambda: pool_times_of(result(f"pool-times-{ZEN_4}"), ("2", "16")),
     "by-threads": by_threads,
 }
