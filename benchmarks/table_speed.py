@@ -272,21 +272,6 @@ def batch(model: str, label: str, mode: str, processors: dict[str, str]) -> str:
     return markdown([f"{label}, texts at a time", *counts], rows)
 
 
-def speculation() -> str:
-    tasks = {
-        "a Python file rewritten with changes": "code editing, greedy",
-        "prose, greedy": "prose, greedy",
-        "prose, drawn with a seed": "prose, drawn",
-    }
-    kinds = {"q8_0": "SmolLM2-135M q8_0", "q4_0": "SmolLM2-135M q4_0"}
-    found = result(f"speculation-{ZEN_4}")
-    rows = [
-        [words, *(times(found[kind][task]["ngram"]["times_none"]) for kind in kinds.values())]
-        for words, task in tasks.items()
-    ]
-    return markdown(["`--speculate ngram`, times the speed without", *kinds], rows)
-
-
 def drafts() -> str:
     header = ["level, text", "from the text itself", "lowest of the texts", "`-md`", "lowest"]
     header += ["guesses accepted", "`llama-server -md`", "ours over llama-server, both `-md`"]
@@ -429,22 +414,6 @@ def prefill_planted() -> str:
     return markdown(["processor", "type", "dense", "exact", "predicted"], rows)
 
 
-def decode_small() -> str:
-    found = result("decode-small-intel-xeon-processor-2.50ghz")
-    rows = []
-    for mode in ("dense", "exact", "predicted"):
-        of_mode = found[mode]
-        rows.append(
-            [
-                mode,
-                f"{of_mode['native_ms']:.2f}",
-                f"{of_mode['times_torch']:.0f}x",
-                percent(of_mode["share_of_limit"]),
-            ]
-        )
-    return markdown(["mode", "ms a token", "times torch alone", "share of the byte limit"], rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "chat-model": chat_model,
     "chat-model-one-thread": chat_model_one_thread,
@@ -466,11 +435,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "expert-routings": expert_routings,
     "drafts": drafts,
     "rows": rows_over_one,
-    "speculation": speculation,
     "serve-throughput": serve_throughput,
     "serve-first-token": serve_first_token,
     "serve-load": serve_load,
     "decode-planted": decode_planted,
     "prefill-planted": prefill_planted,
-    "decode-small": decode_small,
 }
