@@ -1,7 +1,6 @@
-// Products of R vectors of rows in tiles with a few vectors of x at a time, at levels other than generic: the two
-// halves of a tile where vectors have eight lanes, two tiles where they have sixteen. What is loaded of x is shared by
-// all rows, and what is unpacked of the rows by all vectors; both stay in registers, as do the sums of a block. Included
-// by tiled_template.h.
+// Products of R vectors of rows in tiles with a few vectors of x at a time, at levels other than generic: a tile, which is
+// two vectors where they have eight lanes. What is loaded of x is shared by all rows, and what is unpacked of the rows by
+// all vectors; both stay in registers, as do the sums of a block. Included by tiled_template.h.
 
 // Four bytes of each row of a vector in the form that is multiplied.
 template <bool IS_SIGNED>

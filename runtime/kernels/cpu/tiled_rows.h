@@ -27,10 +27,10 @@ inline void in_few(int64_t count, const Use& use) {
 #endif
 
 // Most vectors that few_vectors.h multiplies; more are faster where rows are unpacked once for all of them. GMAC/s of one
-// Zen 5 core, rows of 1,536 values in cache, without few_vectors.h and with it: q4_K at avx512vnni 2 vectors 121 and
-// 161, 4 vectors 151 and 186, 8 vectors 178 and 190; avx512 65 and 85, 87 and 114, 103 and 116; avxvnni 59 and 91, 77 and
-// 91, 86 and 98; avx2 55 and 65, 70 and 77, 80 and 78. Types with grids take longest to unpack: iq3_s 5
-// vectors 120 and, unpacked once, 147.
+// Zen 5 core, rows of 1,536 values in cache, without few_vectors.h and with it, q4_K: avx512 2 vectors 65 and 85, 4
+// vectors 87 and 114, 8 vectors 103 and 116; avxvnni 59 and 91, 77 and 91, 86 and 98; avx2 55 and 65, 70 and 77, 80 and 78.
+// Types with grids take longest to unpack: iq3_s 5 vectors 120 and, unpacked once, 147. Q4_K_M at avx512vnni on a Zen 4,
+// processor ms of a model: 2 vectors 52 and 49, 4 vectors 83 and 80, 5 vectors 96 and 103, 8 vectors 136 and 140.
 template <class F>
 constexpr int64_t most_few() {
     if constexpr (IS_GRID<F>) return FEW_AT_ONCE;
@@ -39,15 +39,18 @@ constexpr int64_t most_few() {
 #ifdef HAS_PANELS
     return 4;
 #else
-    return 8;
+    return TILES_AT_ONCE == 2 ? 4 : 8;
 #endif
 }
 
-// With AVX-512 VNNI two tiles are read together by a few vectors if they have few bits: larger ones are then read more
-// slowly from memory (one vector, GB/s, one tile and two: q4_K 40 and 41, q8_0 39 and 29).
+// Whether few_vectors.h multiplies so many vectors; a single one of a K-quant with AVX-512 is faster by dot_one (Zen 5). One
+// tile at a time: two, whose rows would share what is loaded of x, are read from memory no faster by a Zen 5 and much
+// more slowly by a Zen 4 (processor time of all products of a model, one tile and two: SmolLM2 q4_0 one vector 3.7 and
+// 6.0 ms, Qwen2.5-Coder 1.5B Q4_K_M two vectors 50 and 75 ms).
 template <class F>
-constexpr bool takes_two_tiles() {
-    return TILES_AT_ONCE == 2 && most_few<F>() > 0 && 8 * F::BLOCK_BYTES < 7 * VALUES_OF<F>;
+inline bool are_few(int64_t count) {
+    constexpr int64_t LEAST = IS_SUPER<F> && !IS_GRID<F> && LANES == TILE_ROWS ? 2 : 1;
+    return count >= LEAST && count <= most_few<F>();
 }
 
 // Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
@@ -76,7 +79,7 @@ inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y
     };
 #if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
     const bool has_both_halves = LANES == TILE_ROWS || (a0 < first + LANES && a1 > first + LANES);
-    if (x.count <= most_few<F>() && has_both_halves) {
+    if (are_few<F>(x.count) && has_both_halves) {
         in_few(x.count, [&](auto count, int64_t t) {
             constexpr int T = decltype(count)::VALUE;
             const auto tile = tile_at<F>(at, 0, rows.D, t == 0 ? &ahead : nullptr);
@@ -106,16 +109,6 @@ inline void dot_two_tiles(const Rows& rows, const Input& x, float* y, int64_t y_
     const int64_t tile_bytes = TILE_ROWS * rows.stride;
     const uint8_t* at = rows.weight + a0 * rows.stride;
     const TiledAhead aheads[2] = {ahead.of_pair(0, tile_bytes), ahead.of_pair(1, tile_bytes)};
-#if defined(LEVEL_AVX512)
-    if (x.count <= most_few<F>())
-        return in_few(x.count, [&](auto count, int64_t t) {
-            constexpr int T = decltype(count)::VALUE;
-            const auto first = tile_at<F>(at, 0, rows.D, t == 0 ? aheads : nullptr);
-            const decltype(first) tiles[2] = {
-                first, tile_at<F>(at + tile_bytes, 0, rows.D, t == 0 ? aheads + 1 : nullptr)};
-            dot_few_vectors<2, T>(tiles, x.part(t, t + T), y + t * y_stride, y_stride);
-        });
-#endif
     for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
         const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
         const auto first = tile_at<F>(at, 0, rows.D, t == 0 ? aheads : nullptr);
@@ -175,7 +168,7 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
     }
     const bool is_asking = x.count >= LEAST_ASKING_OF<F>;
     if constexpr (TILES_AT_ONCE == 2) {
-        if (x.count >= LEAST_FOR_TWO_TILES<F> || (takes_two_tiles<F>() && x.count <= most_few<F>())) {
+        if (x.count >= LEAST_FOR_TWO_TILES<F>) {
             for_tiles<2>(rows, a0, a1, is_asking, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
                 if (end - a == 2 * TILE_ROWS)
                     return dot_two_tiles<F>(rows, x, y + a, y_stride, a, ahead);
