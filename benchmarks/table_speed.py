@@ -19,8 +19,8 @@ def chat(kind: str, name: str = f"chat-model-{ZEN_4}", threads: int = 2) -> Any:
     return result(name)["types"][kind][str(threads)]
 
 
-def chat_model_of(columns: list[tuple[str, Any]], model: str = SMOLLM2) -> str:
-    """A model's speeds against llama.cpp's. `columns`: (header, the measurements of a type)."""
+def chat_model_of(columns: list[tuple[str, Any]]) -> str:
+    """SmolLM2's speeds against llama.cpp's. `columns`: (header, the measurements of a type)."""
     decode = [found["decode"] for _, found in columns]
     rows = [
         [
@@ -36,7 +36,7 @@ def chat_model_of(columns: list[tuple[str, Any]], model: str = SMOLLM2) -> str:
     for count in PROMPTS:
         found = [each[f"prompt of {count}"] for _, each in columns]
         rows.append([f"prompt of {count}", *(times(p["times_rival"]) for p in found)])
-    return markdown([f"{model}, dense", *(header for header, _ in columns)], rows)
+    return markdown([f"{SMOLLM2}, dense", *(header for header, _ in columns)], rows)
 
 
 EXPERTS = {
@@ -204,13 +204,6 @@ def chat_model_one_thread() -> str:
     return chat_model_of(
         [(f"Zen 5: {kind}", chat(kind, f"chat-model-{ZEN_5}", threads=1)) for kind in TYPES]
     )
-
-
-def k_quant_model() -> str:
-    found = result(f"k-quant-model-{ZEN_5}")["types"]["q4_k_m"]
-    threads = {"2": "2 threads", "1": "1 thread"}
-    columns = [(f"Zen 5, {words}", found[count]) for count, words in threads.items()]
-    return chat_model_of(columns, "1.1 B random weights in Q4_K_M")
 
 
 GEMMA = {level: f"bench-gemma3-270m-{level}-{ZEN_4}" for level in ("avx512bf16", "avx2")}
@@ -417,7 +410,6 @@ def prefill_planted() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "chat-model": chat_model,
     "chat-model-one-thread": chat_model_one_thread,
-    "k-quant-model": k_quant_model,
     "downloaded": downloaded,
     "types": types,
     "chat-model-forced": chat_model_forced,

@@ -1,24 +1,21 @@
 """The tables of thread pools and of speed by number of threads."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from table_contents import RESULTS, ZEN_4, markdown, percent, result, times
+from table_contents import RESULTS, markdown, percent, result, times
 
 PAUSES = ("0 us", "50 us", "300 us", "after a sleep")
 IN_A_GRAPH = "node in a graph"
 THREADS = ("1", "2", "4", "8", "16")
 
 
-def pool_times_of(found: Any, counts: Sequence[str] = THREADS) -> str:
-    """Median microseconds of a job by number of threads, of `pool_times.py`'s result."""
+def pool_times_of(found: Any) -> str:
+    """Median microseconds of a job, of `pool_times.py`'s result."""
     rows = []
     pools = found["pools"].items()
     for size in next(iter(found["pools"].values())):
         for pool, by_size in pools:
-            for count in counts:
-                if (cells := by_size[size].get(count)) is None:
-                    continue
+            for count, cells in by_size[size].items():
                 medians = [f"{cells[pause][0]:.1f}" for pause in PAUSES]
                 graph = f"{cells[IN_A_GRAPH][0]:.1f}" if IN_A_GRAPH in cells else "-"
                 rows.append([f"{size}, {pool}", count, *medians, graph])
@@ -55,7 +52,4 @@ def by_threads() -> str:
     return by_threads_of(*(result(path.stem) for path in sorted(RESULTS.glob("by-threads-*.json"))))
 
 
-TABLES = {
-    "pool-times": lambda: pool_times_of(result(f"pool-times-{ZEN_4}"), ("2", "16")),
-    "by-threads": by_threads,
-}
+TABLES = {"by-threads": by_threads}
