@@ -395,14 +395,17 @@ $(WHEELS_VENV)/ready:
 	@$(WHEELS_VENV)/bin/pip install --quiet --disable-pip-version-check $(AUDITWHEEL)
 	@touch $@
 
-# The wheel is built from the sdist, so an incomplete sdist fails here; auditwheel tags the wheel
-# with the oldest manylinux platform that has the symbols it needs.
+# The wheel is built from the sdist, so an incomplete sdist fails here, in a folder in which ccache
+# recognises what `make build` compiled; auditwheel tags the wheel with the oldest manylinux platform
+# that has the symbols it needs.
 wheels: .venv/ready $(WHEELS_VENV)/ready
-	@rm -rf $(WHEELS) && mkdir -p $(WHEELS)
+	@rm -rf $(WHEELS) && mkdir -p $(WHEELS)/source
 	@$(BIN)/python -c "from scikit_build_core.build import build_sdist; build_sdist('$(WHEELS)')"
-	@echo "== build: a wheel from $(WHEELS)/*.tar.gz (minutes)"
-	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/pip wheel --quiet \
-	  --disable-pip-version-check --no-deps --no-build-isolation -w $(WHEELS) $(WHEELS)/*.tar.gz
+	@echo "== build: a wheel from $(WHEELS)/*.tar.gz (minutes; less with ccache)"
+	@tar -xzf $(WHEELS)/*.tar.gz --strip-components=1 -C $(WHEELS)/source
+	@PATH=$(CURDIR)/$(BIN):$$PATH CCACHE_BASEDIR=$(CURDIR)/$(WHEELS)/source $(BIN)/pip wheel --quiet \
+	  --disable-pip-version-check --no-deps --no-build-isolation -w $(WHEELS) ./$(WHEELS)/source
+	@rm -r $(WHEELS)/source
 	@[ "$$(uname)" != Linux ] || { PATH=$(CURDIR)/$(WHEELS_VENV)/bin:$$PATH \
 	  auditwheel repair -w $(WHEELS) $(WHEELS)/*-linux_*.whl && rm $(WHEELS)/*-linux_*.whl; }
 	@$(BIN)/python tests/check_wheel.py $(WHEELS)/*.whl $(CHECK)
