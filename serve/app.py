@@ -41,6 +41,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/api/chat", ollama_api.ollama_chat),
     ("POST", "/api/generate", ollama_api.ollama_generate),
     ("GET", "/api/tags", ollama_api.tags),
+    ("POST", "/api/show", ollama_api.show),
     ("GET", "/api/version", ollama_api.ollama_version),
     ("POST", "/infill", INFILL),  # as in llama-server
     ("GET", "/v1/models", side_api.models),

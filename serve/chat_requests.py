@@ -245,6 +245,8 @@ def tools_of(items: list[object]) -> list[Tool]:
         function = item.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong(place, f"{place}.function: wanted an object with a name")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise wrong(place, f"{place}.function.parameters: wanted a schema, an object")
         found.append(item)
     return found
 

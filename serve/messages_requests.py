@@ -13,7 +13,7 @@ from starlette.responses import Response
 from hotsplit.serve.api_error import wrong
 from hotsplit.serve.chat_requests import MAX_MESSAGES, MAX_TOOLS, RenderingBody, rendering_of
 from hotsplit.serve.exchange import JsonResponse
-from hotsplit.serve.other_apis import translated
+from hotsplit.serve.other_apis import in_its_words, translated
 from hotsplit.serve.request_body import RequestBody, Whole, checked, only, texts
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
@@ -89,10 +89,11 @@ async def count_tokens(service: Service, request: Request) -> Response:
     served = service.served
 
     def count() -> int:
-        chat, _ = chat_fields(checked(MessagesBody, values))
+        chat, places = chat_fields(checked(MessagesBody, values))
         names = RenderingBody.model_fields.keys() & chat.keys()
-        body = checked(RenderingBody, {name: chat[name] for name in names})
-        text = rendering_of(body, served).text
+        with in_its_words(places, _PARAMS):
+            body = checked(RenderingBody, {name: chat[name] for name in names})
+            text = rendering_of(body, served).text
         served.check_length(text, "messages")
         return len(served.encode_plain(text, "messages"))
 
@@ -194,6 +195,9 @@ def _tools(tools: list[object]) -> list[Mapping[str, object]]:
         if not isinstance(tool.get("name"), str):
             raise wrong(place, f"{place}: wanted a tool with a name")
         function = {"name": tool["name"], "description": tool.get("description", "")}
-        schema = tool.get("input_schema", {"type": "object"})
+        schema = tool.get("input_schema")
+        schema = {"type": "object"} if schema is None else schema
+        if not isinstance(schema, dict):
+            raise wrong(place, f"{place}.input_schema: wanted a schema, an object")
         found.append({"type": "function", "function": {**function, "parameters": schema}})
     return found

@@ -1,5 +1,5 @@
-"""Answers Ollama's /api/chat, /api/generate, /api/tags and /api/version; a stream is lines of
-JSON."""
+"""Answers Ollama's /api/chat, /api/generate, /api/tags, /api/show and /api/version; a stream is
+lines of JSON."""
 
 import json
 from collections.abc import AsyncIterator
@@ -90,15 +90,36 @@ async def _answered(
 async def tags(service: Service, request: Request) -> Response:
     """The one model. Its digest, which Ollama takes of a file's content, is not computed."""
     served = service.served
-    model = {
-        "name": served.name,
-        "model": served.name,
+    more = {"name": served.name, "model": served.name, "size": served.num_bytes, "digest": ""}
+    return JsonResponse({"models": [more | _details(service)]})
+
+
+async def show(service: Service, request: Request) -> Response:
+    """What clients ask of the one model, by whatever name: its context and what it can do. Its
+    chat template is not one of Ollama's, so `template` only has the fields that are read: editors
+    look for the suffix there."""
+    await service.fields(request)
+    served = service.served
+    can = {
+        "completion": True,
+        "tools": not isinstance(served.template, str),
+        "insert": served.infill is not None,
+    }
+    answer = {
+        "parameters": f"num_ctx {served.context_length}",
+        "template": "{{ .Prompt }}" + "{{ .Suffix }}" * can["insert"],
+        "capabilities": [name for name, is_so in can.items() if is_so],
+        "model_info": {"general.parameter_count": served.num_parameters},
+    }
+    return JsonResponse(answer | _details(service))
+
+
+def _details(service: Service) -> Body:
+    served = service.served
+    return {
         "modified_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
-        "size": served.num_bytes,
-        "digest": "",
         "details": {"format": "gguf", "parameter_size": _amount(served.num_parameters)},
     }
-    return JsonResponse({"models": [model]})
 
 
 async def ollama_version(service: Service, request: Request) -> Response:

@@ -2,12 +2,11 @@
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from hotsplit.options.generation_options import ENDLESS
-from hotsplit.serve.api_error import wrong
 from hotsplit.serve.chat_requests import MAX_MESSAGES, MAX_TOOLS
 from hotsplit.serve.other_apis import translated
 from hotsplit.serve.request_body import RequestBody, checked, only, texts
@@ -23,10 +22,23 @@ numa penalize_newline tfs_z logits_all embedding_only draft_num_predict
 
 
 def _endless(count: object) -> object:
-    """-1 is until the end, -2 until the context is full, which is the same here."""
-    return ENDLESS if type(count) is int and count == -2 else count
+    """-1 is until the end, -2 until the context is full; Ollama's runner treats 0 like them."""
+    return ENDLESS if type(count) is int and count in (-2, 0) else count
 
 
+def _format(value: object) -> object:
+    if value not in ("", "json") and not isinstance(value, dict):
+        raise ValueError('"json" or a schema')
+    return value
+
+
+def _think(value: object) -> object:
+    if not isinstance(value, bool) and value not in _EFFORTS:
+        raise ValueError(f"true, false, {', '.join(_EFFORTS[:-1])} or {_EFFORTS[-1]}")
+    return value
+
+
+_EFFORTS = ("low", "medium", "high", "max")
 _PICTURES = only([], why="this model only reads text")
 _PARAMS = {
     "max_completion_tokens": "options.num_predict",
@@ -50,9 +62,9 @@ class OllamaBody(RequestBody):
 
     ignored: ClassVar = frozenset({"model", "keep_alive", "truncate", "shift"})
     stream: bool = True
-    format: str | dict[str, object] | None = None
+    format: Annotated[object, AfterValidator(_format)] = None
     options: OllamaOptions = OllamaOptions()
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    think: Annotated[object, AfterValidator(_think)] = None
     logprobs: Annotated[object, only(False, why="/v1/chat/completions has them")] = None
     top_logprobs: NumLogprobs | None = None
 
@@ -67,8 +79,6 @@ class OllamaBody(RequestBody):
             fields["response_format"] = {"type": "json_object"}
         elif isinstance(self.format, dict):
             fields["response_format"] = {"type": "json_schema", "schema": self.format}
-        elif self.format:
-            raise wrong("format", 'format: wanted "json" or a schema')
         if isinstance(self.think, bool):
             fields["chat_template_kwargs"] = {"enable_thinking": self.think}
         elif self.think is not None:

@@ -176,12 +176,13 @@ messages[0].role => {"messages": [{"role": "x", "content": "a"}]}
 messages[0].content => {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
 messages[0].content => {"messages": [{"role": "user", "content": [{"type": "tool_result",
   "tool_use_id": "a", "content": [{"type": "image"}]}]}]}
-system.content => {"system": 5}
+system is 5 => {"system": 5}
 stop_sequences => {"stop_sequences": [""]}
 max_tokens => {"max_tokens": 0}
 tool_choice => {"tool_choice": {"type": "tool", "name": "g"}}
 tool_choice.type => {"tool_choice": {"type": "some"}}
 tools[0] => {"tools": [{}]}
+tools[0].input_schema => {"tools": [{"name": "f", "input_schema": 5}]}
 mcp_servers => {"mcp_servers": [{"url": "https://example.org"}]}
 """
 
@@ -192,3 +193,10 @@ def test_errors_have_anthropics_form(served, param, fields):
     assert status == 400 and answer["type"] == "error", answer
     assert answer["error"]["type"] == "invalid_request_error"
     assert answer["error"]["message"].startswith(param) or "image" in answer["error"]["message"]
+
+
+def test_counting_tokens_names_places_as_a_message_does(served):
+    for fields in ({"system": 5}, {"messages": [{"role": "x", "content": "a"}], "system": "b"}):
+        body = {"messages": SAID, **fields}
+        answers = [served.ask(path, body)[1]["error"] for path in (PATH, f"{PATH}/count_tokens")]
+        assert answers[0] == answers[1] and answers[0]["message"].startswith(("sys", "messages[0]"))

@@ -119,8 +119,9 @@ def test_a_wrong_number_of_tokens_is_refused_by_the_options_name():
             ApiError, match=rf"^options\.num_predict is {json.dumps(value)}, wanted"
         ):
             checked(OllamaChatBody, {"options": {"num_predict": value}})
-    body = checked(OllamaChatBody, {"options": {"num_predict": -2}})
-    assert body.chat() == {"stream": True, "stop": []}
+    for endless in (-2, -1, 0):
+        body = checked(OllamaChatBody, {"options": {"num_predict": endless}})
+        assert body.chat() == {"stream": True, "stop": []}
 
 
 def test_a_value_that_looks_like_a_place_is_refused(served):
@@ -184,6 +185,9 @@ WRONG = """
 /api/chat => options.temperature => {"messages": [{"role": "user", "content": "a"}],
   "options": {"temperature": "hot"}}
 /api/chat => format => {"messages": [{"role": "user", "content": "a"}], "format": "yaml"}
+/api/chat => format is 5, wanted "json" => {"prompt": "a", "format": 5}
+/api/chat => think is "x", wanted true, false, low => {"prompt": "a", "think": "x"}
+/api/generate => prompt is 5 => {"prompt": 5}
 /api/generate => context => {"prompt": "a", "context": [1, 2]}
 /api/generate => template => {"prompt": "a", "template": "{{ .Prompt }}"}
 """

@@ -74,6 +74,7 @@ response_format.type => {"response_format": {"type": "xml"}}
 response_format.json_schema => {"response_format": {"type": "json_schema"}}
 grammar => {"grammar": "root ::= \"a\"", "json_schema": {}}
 tools[0] => {"tools": [{"type": "web_search"}]}
+tools[0] => {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}
 tools => {"tools": [{"type": "function", "function": {"name": "\ud800"}}],
   "tool_choice": "required"}
 """
@@ -175,7 +176,7 @@ OTHERS = r"""
 /v1/responses => input[1].tool_calls[0].function.arguments => {"input": [{"role": "user",
   "content": "a"}, {"type": "function_call", "name": "f", "arguments": "[1]"}]}
 /v1/responses => input[0].content => {"input": [{"type": "function_call_output"}]}
-/v1/responses => instructions.content => {"input": [{"role": "developer",
+/v1/responses => instructions => {"input": [{"role": "developer",
   "content": [{"type": "input_image"}]}, {"role": "user", "content": "a"}]}
 /tokenize => content => {}
 /detokenize => tokens => {"tokens": [-1]}
