@@ -40,8 +40,6 @@ BIN := .venv/bin
 TYPES := build/types/hotsplit
 STAGES := convert profile measure solver runtime serve report run
 HOTSPLIT := $(BIN)/hotsplit
-# For the tests of the GPU kernels, which run in Triton's interpreter; PyTorch for CUDA requires it.
-TRITON := triton==3.6.0
 
 MODEL ?= examples/tiny-relu
 DIR ?= build/$(notdir $(patsubst %/,%,$(MODEL)))
@@ -95,8 +93,6 @@ setup: build  ## .venv with an editable hotsplit and all that it needs
 	@echo "== set-up: PyTorch and the other packages, then the C++ is compiled (minutes; pip shows its progress)"
 	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
 	  -e '.[dev]'
-	@[ "$$(uname)" != Linux ] || $(BIN)/python -c "import triton" 2>/dev/null || \
-	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TRITON)
 	@mkdir -p build && touch build/installed $@
 
 build/installed: $(SOURCES) | .venv/ready

@@ -144,7 +144,9 @@ def install(python: str, wheel: Path, folder: Path) -> Path:
     quiet = "--quiet --disable-pip-version-check --no-cache-dir --only-binary=:all:"
     command = [made, "-m", "pip", "install", *quiet.split(), "-c", ROOT / "constraints.txt"]
     environment = os.environ | {"TMPDIR": str(folder)}
-    subprocess.run([*command, f"{wheel}[grammar,parquet,serve]"], check=True, env=environment)
+    subprocess.run(
+        [*command, f"{wheel}[grammar,parquet,report,serve]"], check=True, env=environment
+    )
     return made
 
 

@@ -13,7 +13,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from paths import ROOT
 
-EXTRAS = frozenset({"convert", "dev", "grammar", "parquet", "serve"})
+EXTRAS = frozenset({"convert", "dev", "gpu", "grammar", "parquet", "report", "serve"})
 # By classifier: for packages without License-Expression whose License names none below.
 BY_CLASSIFIER = {
     "Apache Software License": "Apache-2.0",
@@ -33,11 +33,12 @@ EXPRESSIONS = {"Apache-2.0", "MIT", "MIT OR Apache-2.0", "MPL-2.0", "MPL-2.0 AND
 HEAD = """# What comes with an installation
 
 The packages that `constraints.txt` pins and `make setup` installs, with the licence that the
-metadata of each states. The first table is what the program and its extras `convert`, `grammar`,
-`parquet` and `serve` need, the second what only development needs. On Linux, `make setup` also
-installs Triton (MIT). All of them allow use in a program under Apache-2.0; MPL-2.0 asks for the
-source of the files under it, not of the program. None is copied into this repository. A CUDA build
-of torch contains NVIDIA's libraries under NVIDIA's own terms.
+metadata of each states. The first table is what the program and its extras `convert`, `gpu`,
+`grammar`, `parquet`, `report` and `serve` need, the second what only development needs. All of them
+allow use in a program under Apache-2.0; MPL-2.0 asks for the source of the files under it, not of
+the program. None is copied into this repository. A CUDA build of torch contains NVIDIA's libraries
+under NVIDIA's own terms; that of torch 2.13.0 is for CUDA 13.0, which wants NVIDIA's driver 580 or
+later, and brings Triton 3.7.1, the version that the tests run.
 """
 
 

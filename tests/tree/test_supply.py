@@ -57,15 +57,14 @@ def test_imported_packages_are_required():
         for path in (ROOT / folder).rglob("*.py"):
             for name in imported(path) - set(sys.stdlib_module_names) - ours - {"_typeshed"}:
                 package = modules.get(name, name).replace("_", "-")
-                # Triton comes with torch for CUDA; a rival's own Python imports llama_cpp.
-                is_optional = name in ("triton", "llama_cpp")
+                is_optional = name == "llama_cpp"  # imported by a rival's own Python
                 assert package in required or is_optional, f"{path}: {name}"
 
 
 def requirements() -> list[str]:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    own = ("convert", "grammar", "serve", "parquet")
+    own = ("convert", "gpu", "grammar", "parquet", "report", "serve")
     return [*project["dependencies"], *(name for extra in own for name in extras[extra])]
 
 

@@ -1,5 +1,6 @@
 """The command `hotsplit report`."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hotsplit.commands.options.command_options import (
     option_table,
     report_options,
 )
+from hotsplit.errors import HotsplitError
 from hotsplit.system.sizes import format_bytes
 
 
@@ -36,6 +38,8 @@ def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
     The page needs no network."""
     from hotsplit.artifacts.model_file import ModelFile
 
+    if find_spec("matplotlib") is None:
+        raise HotsplitError("plots need matplotlib: pip install 'hotsplit[report]'")
     ModelFile.load(options["model"])  # fails early: the other imports take seconds
     from hotsplit.report.make_report import report as run
     from hotsplit.report.report_config import ReportConfig
