@@ -24,7 +24,6 @@ from itertools import combinations
 import numpy as np
 
 from hotsplit.costs.part_bytes import head_bytes, is_dense, is_expert, is_predictor, read_share
-from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import cpu_moe, kept_bytes, on_gpu_seconds, split_seconds
 from hotsplit.solver.llamacpp_speed import HAND_OVER_S, cpu_rate, gpu_rate
@@ -49,12 +48,8 @@ class Told:
 
 def ways(inputs: Inputs) -> list[Told]:
     """What llama.cpp can be told for this budget, best first; a shorter command line comes before a
-    longer one that is not faster by WORTH_IT. Raises HotsplitError for several GPUs."""
-    if len(inputs.budgets) > 1:
-        raise HotsplitError(
-            f"a plan for {len(inputs.budgets)} GPUs; llama.cpp's options are written for one: make"
-            " a plan with one --vram-budget"
-        )
+    longer one that is not faster by WORTH_IT. For one GPU; several are in `llamacpp_hosts`."""
+    assert len(inputs.budgets) == 1, inputs.budgets
     found = [_layers(inputs)]
     if (moe := cpu_moe(inputs)) is not None and moe[0]:
         arguments = ("-ngl", ALL, "--n-cpu-moe", str(moe[0]))

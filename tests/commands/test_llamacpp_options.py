@@ -27,6 +27,7 @@ from hotsplit.model.tensors import in_layout
 from hotsplit.solver import llamacpp
 from hotsplit.solver.layer_split import cpu_moe, kept_bytes, layer_split, on_gpu_seconds
 from hotsplit.solver.llamacpp import ways
+from hotsplit.solver.llamacpp_hosts import endpoints, several
 from hotsplit.solver.llamacpp_speed import HAND_OVER_S
 from hotsplit.solver.solve import SolveConfig, solve
 
@@ -151,9 +152,81 @@ def test_a_dense_models_matrices_move_too():
     assert re.fullmatch(r"blk\\\.\((0|1)\)\\\.\(ffn_(gate|up|down)\)\\\.=CPU", pattern), pattern
 
 
-def test_plans_of_several_gpus_are_refused():
-    with pytest.raises(HotsplitError, match="a plan for 2 GPUs; llama.cpp's options"):
-        ways(replace(inputs_of(0.5), budgets=(1 << 20, 1 << 20)))
+def of_gpus(shares, homes, **options):
+    """Inputs with a GPU for each of these shares of the experts of its own layers."""
+    inputs = inputs_of(1.0, num_gpus=len(shares), num_layers=len(homes) - 1, **options)
+    budgets = []
+    for gpu, share in enumerate(shares):
+        own = [layer for layer, home in enumerate(homes[:-1]) if home == gpu]
+        whole = sum(kept_bytes(inputs, n) for n in own)
+        rest = sum(kept_bytes(inputs, n, has_experts=False) for n in own)
+        head = head_bytes(inputs.model) * (homes[-1] == gpu)
+        budgets.append(inputs.workspace + head + rest + int(share * (whole - rest)))
+    return replace(inputs, budgets=tuple(budgets))
+
+
+def placed_by_llamacpp(arguments, num_layers):
+    """(the device of each layer and of the head, the layers whose experts are on the CPU), by the
+    rule of llama.cpp's load_tensors: sums of -ts as f32, and the first above a layer's place."""
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    sums = np.cumsum(np.array(given["-ts"].split(","), np.float32))
+    sums /= sums[-1]
+    count = min(int(given["-ngl"]), num_layers + 1)
+    places = np.arange(count, dtype=np.float32) / np.float32(count)
+    on_cpu = re.compile(given["-ot"].removesuffix("=CPU")) if "-ot" in given else None
+    names = [
+        f"blk.{n}.ffn_{kind}_exps.weight" for n in range(num_layers) for kind in ("up", "down")
+    ]
+    cold = {int(name.split(".")[1]) for name in names if on_cpu and on_cpu.search(name)}
+    return np.searchsorted(sums, places, side="right").tolist(), cold
+
+
+@pytest.mark.parametrize("homes", [(0, 0, 0, 1, 1, 1, 1), (0, 1, 1, 1, 2, 2, 2), (0,) * 6 + (1,)])
+@pytest.mark.parametrize("shares", [(1.0, 1.0, 1.0), (0.4, 0.7, 0.0), (0.0, 1.0, 0.5)])
+def test_several_gpus_hold_what_the_options_put_there(homes, shares):
+    shares = shares[: max(homes) + 1]
+    inputs = of_gpus(shares, homes)
+    hosts = ("10.0.0.2:50052", "10.0.0.3:50052")[: len(shares) - 1]
+    experts = next(w for w in several(inputs, np.array(homes), hosts) if w.arguments[5] == "999")
+    assert experts.arguments[:2] == ("--rpc", ",".join(hosts))
+    assert experts.arguments[2:4] == (
+        "--device",
+        ",".join(["CUDA0", "RPC0", "RPC1"][: len(shares)]),
+    )
+    found, cold = placed_by_llamacpp(experts.arguments, len(homes) - 1)
+    assert found == list(homes)
+    for gpu, budget in enumerate(inputs.budgets):
+        size = inputs.workspace + head_bytes(inputs.model) * (homes[-1] == gpu)
+        own = [layer for layer, home in enumerate(homes[:-1]) if home == gpu]
+        size += sum(kept_bytes(inputs, n, has_experts=n not in cold) for n in own)
+        more = [kept_bytes(inputs, n) - kept_bytes(inputs, n, has_experts=False) for n in own]
+        assert size <= budget and (not set(own) & cold or budget < size + min(more))
+    assert (shares == (1.0,) * len(shares)) == (not cold)
+
+
+def test_hosts_are_checked():
+    homes = np.array((0, 0, 0, 1))
+    inputs = of_gpus((1.0, 1.0), homes)
+    with pytest.raises(HotsplitError, match="3 hosts, but the plan is for 2 GPUs"):
+        several(inputs, homes, endpoints("a:1,b:2,[::1]:3"))
+    for text in ("a", "a:b", "a:1,,b:2", "a:1;rm", ""):
+        with pytest.raises(HotsplitError, match="is no HOST:PORT"):
+            endpoints(text)
+
+
+def test_the_command_takes_a_plan_for_several_hosts(tmp_path, capsys):
+    inputs = of_gpus((0.5, 0.5), (0, 0, 1, 1))
+    save(tmp_path, inputs.model, inputs.profile, inputs.machine)
+    config = SolveConfig(
+        **solver_files(tmp_path), output=tmp_path / "plan", vram_budget_bytes=inputs.budgets
+    )
+    solve(config, take_workspace)
+    given = ("--profile", str(tmp_path / "p"), "--machine", str(tmp_path / "c"))
+    assert main(words(tmp_path, *given, "--rpc", "box:50052")) == 0
+    shown = capsys.readouterr().out
+    assert "--rpc box:50052 --device CUDA0,RPC0 -ngl" in shown and " -ts " in shown
+    assert main(words(tmp_path, *given)) == 0
+    assert "--rpc" not in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -10,13 +10,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import make_profile, make_sizes, shape_only
+from models import (
+    make_profile,
+    make_sizes,
+    save_solver_files,
+    shape_only,
+    solver_files,
+    take_workspace,
+)
+from test_llamacpp_options import inputs_of as of_mixture
 from test_runtime import make_split
+from test_solver_experts import save as save_mixture
 
+from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
+from hotsplit.export import expert_counts
 from hotsplit.export.export import ExportConfig, check_belongs, dense_on_cpu, export
 from hotsplit.export.powerinfer import write_index
+from hotsplit.solver.solve import SolveConfig, solve
 
 POWERINFER_I32, GGML_I32 = 18, 26  # PowerInfer keeps the type numbers of 2023
 NEURONS = 64
@@ -388,7 +400,77 @@ def test_the_command_line(tmp_path, make, capsys):
     arguments = ["export", *words.split()]
     assert main([*arguments, str(tmp_path / "m-4.gguf"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["num_neurons"], report["group_size"]) == (NEURONS, 16)
+    assert (report["num_units"], report["group_size"]) == (NEURONS, 16)
     assert main([*arguments, str(tmp_path / "m.gguf")]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "m-4.gguf" in err
+
+
+# ---- counts of experts -----------------------------------------------------------------------
+
+
+def mixture(folder):
+    """A profile of a mixture whose first layer has no experts, and a plan for it."""
+    inputs = of_mixture(0.4, num_layers=4, num_dense=1)
+    save_mixture(folder, inputs.model, inputs.profile, inputs.machine)
+    config = SolveConfig(
+        **solver_files(folder), output=folder / "plan", vram_budget_bytes=inputs.budgets[0]
+    )
+    solve(config, take_workspace)
+    return inputs.profile, Split.load(folder / "plan")
+
+
+def chosen_by_ktransformers(path, ratio, num_mixed):
+    """Its rule (kt_ep_wrapper.py, experts_base.py): the largest f32 sums of all layers."""
+    loaded = torch.load(path, weights_only=True)["logical_count"]
+    assert loaded.dim() == 3
+    score_LE = loaded.sum(dim=0).float()
+    count = int(num_mixed * score_LE.shape[1] * ratio)
+    mask = torch.zeros(score_LE.numel(), dtype=torch.bool)
+    mask[torch.topk(score_LE.view(-1), k=count).indices] = True
+    return mask.view(score_LE.shape).numpy()
+
+
+@pytest.mark.parametrize("factor", [1, 1 << 30])
+def test_ktransformers_chooses_the_experts_of_a_plan(tmp_path, capsys, factor):
+    profile, split = mixture(tmp_path)
+    output = tmp_path / "counts.pt"
+    many = dataclasses.replace(profile, expert_count_LE=profile.expert_count_LE.astype(np.int64))
+    scores = expert_counts.of_plan(many.expert_count_LE * factor, split)
+    assert scores.max() < 1 << 24
+    command = ["export", str(tmp_path / "plan"), "--format", "ktransformers", "-o", str(output)]
+    assert main([*command, "--profile", str(tmp_path / "p")]) == 0
+    ratio = float(capsys.readouterr().err.split("--kt-gpu-experts-ratio ")[1].split()[0])
+    if factor > 1:
+        expert_counts.write_ktransformers(scores, output)
+    mask_LE = chosen_by_ktransformers(output, ratio, 3)
+    for layer in (1, 2, 3):
+        assert set(np.flatnonzero(mask_LE[layer])) == set(split.hot[layer].tolist())
+    assert 0 < mask_LE.sum() < 24 and not mask_LE[0].any()
+
+
+def test_counts_of_a_profile_are_written_as_they_are(tmp_path):
+    profile, _ = mixture(tmp_path)
+    command = ["export", str(tmp_path / "p"), "-o"]
+    assert main([*command, str(tmp_path / "c.pt"), "--format", "ktransformers"]) == 0
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)["logical_count"]
+    assert np.array_equal(loaded[0].numpy(), profile.expert_count_LE)
+    assert main([*command, str(tmp_path / "c.json"), "--format", "eplb"]) == 0
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert found == {"logical_count": profile.expert_count_LE.tolist()}
+    assert not any(found["logical_count"][0]) and all(map(any, found["logical_count"][1:]))
+
+
+def test_what_counts_cannot_be_made_of_is_refused(tmp_path, capsys, monkeypatch):
+    mixture(tmp_path)
+    (tmp_path / "dense").mkdir()
+    save_solver_files(tmp_path / "dense")
+    monkeypatch.chdir(tmp_path)
+    for command, words in (
+        ("p -o c.txt --format eplb", "ends in .json"),
+        ("plan -o c.json --format eplb --profile p", "leave --profile out"),
+        ("dense/p -o c.json --format eplb", "a model without experts"),
+        ("plan -o c.pt --format ktransformers --profile dense/p", "without experts"),
+    ):
+        assert main(["export", *command.split()]) == 1
+        assert words in capsys.readouterr().err

@@ -305,21 +305,24 @@ def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
     )
 
 
-@cli.command(
-    "export", short_help="Write files for PowerInfer or SparkInfer, or options for llama.cpp."
-)
+@cli.command("export", short_help="Write files for other engines, or options for llama.cpp.")
 @click.argument("source", type=common.FILE)
 @common.option_table(
     """
---format | format | The first is made from a profile, the others from a plan.
+--format | format | powerinfer-activations and eplb are made from a profile, ktransformers from a
+    profile or a plan, the others from a plan.
 --llama-cpp | is_for_llama_cpp: flag | Of the model SOURCE, print the options of llama.cpp that come
     closest to the plan --split, with the speed that is predicted of both.
 --split | file | The plan, for --llama-cpp.
 -o --output | output | The file or folder to write.
 --profile | file | The profile that the plan was made from.
 --machine | file | The machine file of the plan, for --llama-cpp.
+--rpc | text HOST:PORT,... | Other hosts that run llama.cpp's rpc-server, for --llama-cpp: they have
+    the plan's last GPUs, one each.
 """,
-    format=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
+    format=click.Choice(
+        ["powerinfer-activations", "gpuidx", "sparkinfer-split", "ktransformers", "eplb"]
+    ),
 )
 @rope_options
 @common.report_options
@@ -328,12 +331,13 @@ def export_command(
     is_for_llama_cpp: bool,
     split: Path | None,
     machine: Path | None,
+    rpc: str | None,
     rope_scaling: str | None,
     rope_scale: float | None,
     **options: Any,
 ) -> None:
-    """Write a profile or a plan in the file formats of PowerInfer or SparkInfer, or print the
-    options of llama.cpp that come closest to a plan."""
+    """Write a profile or a plan in the file formats of other engines, or print the options of
+    llama.cpp that come closest to a plan."""
     from hotsplit.export.export import ExportConfig, export
 
     if is_for_llama_cpp:
@@ -343,19 +347,20 @@ def export_command(
         if others:
             raise click.UsageError(f"--{others[0]} is not for --llama-cpp.")
         model, profile, rope = options["source"], options["profile"], (rope_scaling, rope_scale)
-        print_options(model, split, profile, machine, rope=rope, as_json=as_json)
+        print_options(model, split, profile, machine, rpc=rpc, rope=rope, as_json=as_json)
         return
     if options["format"] is None or options["output"] is None:
         raise click.UsageError("give --format and -o, or --llama-cpp.")
-    if any(given is not None for given in (split, machine, rope_scaling, rope_scale)):
+    if any(given is not None for given in (split, machine, rpc, rope_scaling, rope_scale)):
         raise click.UsageError(
-            "--split, --machine, --rope-scaling and --rope-scale are for --llama-cpp."
+            "--split, --machine, --rpc, --rope-scaling and --rope-scale are for --llama-cpp."
         )
     report = export(ExportConfig(**options))
     lines = [f"note: {note}" for note in report.notes]
     hot = "" if report.num_hot is None else f", {report.num_hot:,} hot"
+    units = f"{report.num_units:,} {report.units}"
     lines.append(
-        f"wrote {report.output}: {report.num_layers} layers of {report.num_neurons:,} neurons{hot},"
+        f"wrote {report.output}: {report.num_layers} layers of {units}{hot},"
         f" {format_bytes(report.num_bytes)}"
     )
     common.finish(report, as_json, lines)

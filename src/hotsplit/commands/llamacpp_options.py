@@ -4,11 +4,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
+import numpy as np
 
 from hotsplit.artifacts.split_file import Split
 from hotsplit.commands.options.command_options import aligned, finish
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.llamacpp import ways
+from hotsplit.solver.llamacpp_hosts import endpoints, several
 from hotsplit.solver.prediction import inputs_for
 from hotsplit.solver.solve import SolveConfig
 
@@ -19,11 +21,13 @@ def print_options(
     profile: Path | None,
     machine: Path | None,
     *,
+    rpc: str | None,
     rope: tuple[str | None, float | None],
     as_json: bool,
 ) -> None:
-    """Prints the options on stdout. `rope`: the scaling that the plan was made with, as in
-    EngineConfig. Raises HotsplitError for unrelated files, click.UsageError if one is not given."""
+    """Prints the options on stdout. `rpc`: other hosts, HOST:PORT. `rope`: the scaling that the
+    plan was made with, as in EngineConfig. Raises HotsplitError for unrelated files,
+    click.UsageError if one is not given."""
     from hotsplit.runtime.step.workspace import workspace_bytes
 
     for name, path in (("split", split), ("machine", machine)):
@@ -55,7 +59,11 @@ def print_options(
     inputs = inputs_for(plan, config, workspace_bytes)
     inputs = replace(inputs, workspace=plan.cpu_bytes["workspace"])
     plan.check_against(inputs.model, split)
-    best, *others = ways(inputs)
+    if rpc is not None or len(plan.budgets) > 1:
+        home = plan.home or (0,) * (inputs.model.spec.num_layers + 1)
+        best, *others = several(inputs, np.array(home), endpoints(rpc) if rpc else ())
+    else:
+        best, *others = ways(inputs)
     content = {"plan_s": plan.objective_s, "llama_cpp": [asdict(way) for way in (best, *others)]}
     # llama.cpp divides its context among texts.
     words = f"-c {plan.num_sequences * plan.context_length}"

@@ -90,6 +90,7 @@ hotsplit inspect CHECKPOINT --json
 hotsplit inspect model.gguf --graph --split plan.gguf
 hotsplit export plan.gguf --profile p.safetensors --format gpuidx -o out.gpuidx
 hotsplit export p.safetensors --format powerinfer-activations -o activation
+hotsplit export p.safetensors --format eplb -o counts.json
 hotsplit export m.gguf --llama-cpp --split plan.gguf --profile p.safetensors --machine\
  machine.json
 """
