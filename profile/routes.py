@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -121,8 +122,12 @@ def _records(path: Path) -> Iterator[np.ndarray]:
             yield from _responses(path)
         else:
             raise HotsplitError(f"{path}: {WANTED}")
-    except (OSError, ValueError, EOFError) as error:
-        raise HotsplitError(f"{path}: cannot be read ({str(error)[:200]}); {WANTED}") from error
+    except OSError as error:
+        raise HotsplitError(f"{path}: {error.strerror or error}; {WANTED}") from error
+    except (BadZipFile, ValueError, EOFError) as error:
+        # numpy takes a file that is no array for a pickle, and advises to run it.
+        reason = "no array of numpy's" if "pickle" in str(error) else str(error)[:200]
+        raise HotsplitError(f"{path}: cannot be read ({reason}); {WANTED}") from error
 
 
 def _responses(path: Path) -> Iterator[np.ndarray]:

@@ -82,9 +82,19 @@ class Choice:
 
 def choose(source: RunSource, wishes: Wishes, room: Room) -> Choice:
     """Chooses how to run a model. Raises HotsplitError if it cannot be run as wished."""
-    given, why_cpu = room, _only_on_the_cpu(source.any_model, wishes)
-    if why_cpu is not None:  # then type and layout are those for a CPU
-        room = replace(room, gpus=())
+    why_cpu = _only_on_the_cpu(source.any_model, wishes)
+    left = room if why_cpu is None else replace(room, gpus=())
+    found = _choose(source, wishes, left, why_cpu, has_gpu=bool(room.gpus))
+    if found is None:  # type and layout are those for a CPU
+        found = _choose(source, wishes, replace(room, gpus=()), None, has_gpu=True)
+    assert found is not None, "without a GPU nothing has to hold a pass"
+    return found
+
+
+def _choose(
+    source: RunSource, wishes: Wishes, room: Room, why_cpu: str | None, *, has_gpu: bool
+) -> Choice | None:
+    """None if the smallest budget of a GPU is not above the temporaries of a pass."""
     outtype, type_line = choose_type(source, wishes, room)
     layout = choose_layout(source, outtype, wishes, room)
     own = source.as_it_is(outtype, layout)
@@ -93,10 +103,10 @@ def choose(source: RunSource, wishes: Wishes, room: Room) -> Choice:
     if asked.mode == "predicted":
         model.refuse_predictors("leave --mode out")
     context = context_of(model, wishes)
-    if room.gpus:  # the smallest budget must exceed the temporaries of a pass
+    if room.gpus:
         smallest = min(room.gpus)
-        least = workspace_bytes(model, context, "dense", gpu_budget_bytes=smallest)
-        room = room if smallest > least else replace(room, gpus=())
+        if smallest <= workspace_bytes(model, context, "dense", gpu_budget_bytes=smallest):
+            return None
     first = sum(room.gpus[:1])
     read = as_read_here(model, wishes, room)
     size = run_bytes(read, context, first, texts)
@@ -112,7 +122,6 @@ def choose(source: RunSource, wishes: Wishes, room: Room) -> Choice:
         # Refuses what the engine would refuse after all stages.
         types_device = device_of(device)
         cache_types_of(model, asked, has_plan=bool(budgets), device=types_device, planned=planned)
-    has_gpu = bool(given.gpus)
     where = (has_gpu and why_cpu) or _where_line(wishes, room, budgets, context, has_gpu=has_gpu)
     notes = source.stock_notes if own is not None and layout == "stock" else ()
     scaled = with_rope_scaling(model, *asked.rope, asked.context_length)
@@ -122,7 +131,7 @@ def choose(source: RunSource, wishes: Wishes, room: Room) -> Choice:
     types = type_bytes(read.tensors, is_known=room.is_here)
     words = type_words(types, source.types if own is None else ()) if source.types else None
     type_lines = [type_line, *([f"types: {words}"] if words else [])]
-    lines = (*type_lines, *notes, mode_line, *given.lines, where, *advice, *rotary)
+    lines = (*type_lines, *notes, mode_line, *room.lines, where, *advice, *rotary)
     return Choice(
         model=model,
         outtype=outtype,
@@ -264,7 +273,7 @@ def _own_type_line(model: ModelFile, wishes: Wishes, room: Room) -> str:
     own = BY_NAME[IN_MEMORY.get(model.own_type, model.own_type)]
     smallest = BY_NAME[BY_QUALITY[-1]]
     is_smaller = smallest.bytes_per_value < own.bytes_per_value
-    advice = f", or --outtype {smallest.name}," if is_smaller else ""
+    advice = f", or --outtype {smallest.name}, a second rounding," if is_smaller else ""
     too_large = _too_large(size, room, left_bytes(model, context, texts))
     return f"{line}; its {too_large}; a smaller file{advice} reads less"
 

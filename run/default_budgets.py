@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hotsplit.artifacts.machine_file import Machine
+from hotsplit.errors import HotsplitError
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import memory_limit_bytes
 
@@ -52,6 +53,11 @@ def _room(main: int, vram: tuple[int, ...] | None, free: Sequence[int]) -> Room:
         return Room(main=main, gpus=(_most_of(free[0]),))
     if not any(vram):
         return Room(main=main)
+    if not all(vram):
+        sizes = ", ".join(map(format_bytes, vram))
+        raise HotsplitError(
+            f"--vram: {sizes}; 0 is for the CPU alone and stands alone; give one size a GPU"
+        )
     gpus, lines = list(vram), []
     for number, (budget, available) in enumerate(zip(vram, free, strict=False)):
         if budget > available:

@@ -55,9 +55,7 @@ def placed_line(
     parts = [f"attention and router of {_of(num_blocks, spec.num_layers)} layers"] * (
         num_blocks > 0
     )
-    parts += [f"the neurons of {_of(num_dense, len(dense))} layers without experts"] * (
-        num_dense > 0
-    )
+    parts += [f"the neurons of {_without_experts(num_dense, len(dense))}"] * (num_dense > 0)
     parts += ["the output head"] * placement.head
     if count:
         each = f"{num_hot_L.min()} to {num_hot_L.max()} of each layer's {number}"
@@ -67,8 +65,8 @@ def placed_line(
         parts.append(f"{_of(count, all_experts)} experts{each if count < all_experts else ''}")
     line = f"on the GPU: {', '.join(parts)}"
     if num_dense < len(dense):
-        others = _of(len(dense) - num_dense, len(dense))
-        line += f"; the CPU has the neurons of {others} layers without experts"
+        others = _without_experts(len(dense) - num_dense, len(dense))
+        line += f"; the CPU has the neurons of {others}"
     if not count:
         return f"{line}; all experts are on the CPU"
     if count == all_experts:
@@ -78,6 +76,11 @@ def placed_line(
         f"{line}. {by}, {share:.0%} of the experts that a token's routers choose are"
         " there; the CPU computes the others at the same time"
     )
+
+
+def _without_experts(count: int, number: int) -> str:
+    which = "the one layer" if number == 1 else f"{_of(count, number)} layers"
+    return f"{which} without experts"
 
 
 def _of(count: int, number: int) -> str:

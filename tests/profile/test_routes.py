@@ -129,6 +129,9 @@ def set_to(value):
         (of_text("{\n", "c.jsonl"), "cannot be read"),
         (of_text("abc", "d.npy"), "cannot be read"),
         (of_text("abc", "e.txt"), "wanted .npy or .npz"),
+        (of_text("PK\x03\x04abc", "f.npz"), "File is not a zip file"),
+        (of_text("abc", "g.npz"), "no array of numpy's"),
+        (lambda folder, _: folder / "none.npz", "none.npz: No such file"),
     ],
 )
 def test_what_is_no_record_is_refused_in_one_line(folder, seen, capsys, write, says):
@@ -137,7 +140,7 @@ def test_what_is_no_record_is_refused_in_one_line(folder, seen, capsys, write, s
     words = ["profile", str(folder / "m.gguf"), "--routes", str(path), "-o", str(out)]
     assert main(words) == 1 and not out.exists()
     (line,) = capsys.readouterr().err.splitlines()
-    assert says in line and str(path) in line
+    assert says in line and str(path) in line and "allow_pickle" not in line
 
 
 def test_options_of_text_and_models_without_experts_are_refused(folder, seen, capsys, tmp_path):

@@ -89,6 +89,11 @@ def test_a_plan_is_made_only_where_one_is_needed(source):
     ):
         found = choose(source, Wishes(outtype="q8_0"), Room(main=1 << 40, gpus=gpus))
         assert (found.budgets, found.device) == (budgets, device), gpus
+    # With too little of a GPU, type and layout are those for the CPU, too.
+    on_cpu = choose(source, Wishes(), Room(main=1 << 40))
+    too_little = choose(source, Wishes(vram=(MIB,)), Room(main=1 << 40, gpus=(MIB,)))
+    assert (too_little.model, too_little.layout) == (on_cpu.model, on_cpu.layout)
+    assert too_little.types == on_cpu.types and "--vram is too little" in too_little.lines[-1]
     less = choice.run_bytes(source.draft("q8_0"), 32) - 1
     short = wishes_of(outtype="q8_0", context_length=32, vram=(less,))
     found = choose(source, short, Room(main=1 << 40, gpus=(less,)))
@@ -143,6 +148,8 @@ def test_a_budget_above_what_is_free_is_lowered_and_said(source, monkeypatch):
     assert "on the GPU 1, so 3.50 GiB" in both.lines[0] and len(both.lines) == 1
     assert room_here((5 << 30,), "cuda:1").gpus == room_here(None, "cuda:1").gpus
     assert line in choose(source, wishes_of(outtype="q8_0"), low).lines
+    with pytest.raises(HotsplitError, match=r"--vram: 4.00 GiB, 0 B; 0 is for the CPU alone"):
+        room_here((4 << 30, 0), None)
 
 
 def test_which_models_are_looked_at():

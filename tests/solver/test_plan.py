@@ -520,7 +520,7 @@ def test_only_a_smaller_type_is_advised(tmp_path, monkeypatch, name, advised):
         (Room(main=1, gpus=(9,)), "take"),
     ):
         _, line = choose_type(source, Wishes(), room)
-        advice = f", or --outtype {advised}," if advised else ""
+        advice = f", or --outtype {advised}, a second rounding," if advised else ""
         assert line.endswith(f"{end}; a smaller file{advice} reads less")
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hotsplit.run.source import RunSource
     from hotsplit.run.stages import RunJob
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 _options = common.joined(
     preparation.vram_option("most of what is free on the first, or on --device"),
     common.option_table(
@@ -204,7 +204,7 @@ def _this_machine(job: "RunJob") -> tuple["Machine", Path]:
 
 
 def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
-    """The forecast in words: what is where in MiB, and the speeds of this plan and others."""
+    """The forecast in words: what is where, and the speeds of this plan and others."""
     from hotsplit.costs.context_bytes import draft_words
     from hotsplit.run.forecast import PROMPT
     from hotsplit.solver.explain import meanings_of
@@ -214,9 +214,11 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
     rows = [row for row in rows if any(row[1:])]
     rows.append(("in all", sum(found.gpu_bytes.values()), sum(found.cpu_bytes.values())))
     rows.append(("of", sum(found.budgets), found.host_bytes))
-    texts = [["MiB", "on the GPU", "main memory"]]
+    unit, name = (GIB, "GiB") if max(rows[-2][1:]) >= GIB else (MIB, "MiB")
+    texts = [[name, "on the GPU", "main memory"]]
     texts += [
-        [name, *(f"{round(n / MIB):,}" if n else "-" for n in counts)] for name, *counts in rows
+        [name, *(_amount(count, unit) if count else "-" for count in counts)]
+        for name, *counts in rows
     ]
     columns = (1, 2) if found.budgets else (2,)
     places = [
@@ -267,6 +269,10 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
         *common.speed_lines(speeds),
         *([] if not found.budgets or whole else [f"{found.placed}; {fits}"]),
     ]
+
+
+def _amount(num_bytes: int, unit: int) -> str:
+    return f"{num_bytes / unit:,.2f}" if unit == GIB else f"{num_bytes / unit:,.0f}"
 
 
 def _hand_over_words(machine: "Machine") -> str:
