@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import random_llama
 from forked import run_command
+from models import make_model
 from transformers import AutoModelForCausalLM
 
 from hotsplit import Engine
@@ -259,11 +260,13 @@ def test_bad_input_gives_one_line_and_exit_1_and_leaves_nothing(tmp_path, random
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_usage_errors_are_2_and_help_needs_no_torch(tmp_path):
+def test_usage_errors_are_2_and_help_and_inspect_need_no_torch(tmp_path):
     assert run_command("solve").returncode == 2
     assert run_command("solve", "m", "--vram-budget", "8 apples").returncode == 2
-    probe = (
-        "import sys; from hotsplit.cli import main; main(['--help']);"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True)
+    make_model(kind="f16").save(tmp_path / "m.gguf")
+    for words in (["--help"], ["inspect", str(tmp_path / "m.gguf")]):
+        probe = (
+            "import sys; sys.modules['torch'] = sys.modules['transformers'] = None;"
+            f"from hotsplit.cli import main; sys.exit(main({words}))"
+        )
+        subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True)

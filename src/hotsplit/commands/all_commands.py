@@ -268,16 +268,22 @@ def inspect_command(
         return
     if split is not None:
         raise click.UsageError("--split places the operations that --graph shows; add --graph")
-    from hotsplit.convert.checkpoint_summary import CheckpointSummary, summarise_checkpoint
     from hotsplit.inspection.file_summary import print_facts, to_json
-    from hotsplit.inspection.inspect_file import inspect_file
 
-    is_checkpoint = (file / "config.json").is_file()
-    summary = summarise_checkpoint(file) if is_checkpoint else inspect_file(file)
+    if (file / "config.json").is_file():
+        from hotsplit.convert.checkpoint_summary import summarise_checkpoint
+
+        checkpoint = summarise_checkpoint(file)
+        if as_json:
+            click.echo(to_json(checkpoint))
+        else:
+            print_facts(checkpoint.kind, checkpoint.facts)
+        return
+    from hotsplit.inspection.inspect_file import inspect_file  # needs no torch
+
+    summary = inspect_file(file)
     if as_json:
         click.echo(to_json(summary))
-    elif isinstance(summary, CheckpointSummary):
-        print_facts(summary.kind, summary.facts)
     else:
         summary.print(all_tensors=all_tensors)
 

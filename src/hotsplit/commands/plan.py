@@ -13,7 +13,6 @@ import click
 from hotsplit.commands.options import command_options as common
 from hotsplit.commands.options import preparation
 from hotsplit.commands.options.engine_options import cache_type_options, rope_options
-from hotsplit.costs.part_bytes import ITEMS
 from hotsplit.errors import DoesNotFitError, HotsplitError
 from hotsplit.system.sizes import format_bytes, size_words
 
@@ -206,6 +205,7 @@ def _this_machine(job: "RunJob") -> tuple["Machine", Path]:
 def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
     """The forecast in words: what is where, and the speeds of this plan and others."""
     from hotsplit.costs.context_bytes import draft_words
+    from hotsplit.costs.part_bytes import ITEMS
     from hotsplit.run.forecast import PROMPT
     from hotsplit.solver.explain import meanings_of
 
