@@ -47,6 +47,7 @@ from hotsplit.runtime.step.sequences import Part, Sequences, not_tokens
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 from hotsplit.runtime.text.chat_template import chat_template_of
 from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.weights.drive import Drive
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -150,6 +151,11 @@ class Engine:
     def cache_types(self) -> CacheTypes:
         """Storage types of keys and values."""
         return self._live.weights.cache.types
+
+    @property
+    def drive(self) -> Drive | None:
+        """What experts are read from that do not fit into main memory, with its statistics."""
+        return self._live.weights.drive
 
     def memory_report(self) -> list[MemoryReport]:
         """Budgeted, reserved and peak bytes of each GPU that holds a part of the model."""
@@ -407,6 +413,8 @@ class Engine:
         library.set_spin_time()
         for device in self.memories:  # waits for interrupted uploads too
             torch.cuda.synchronize(device)
+        if self._sequences.decoder is not None and self.drive is not None:
+            self.drive.close()
         self._sequences.decoder = None
         if self.neuron_cache is not None:
             self.neuron_cache.slots = None  # they hold weights too

@@ -6,6 +6,7 @@ If a GPU fails during a load (runtime.device_check), the whole load is repeated 
 import logging
 import math
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,7 @@ from hotsplit.runtime.device_check import (
     logits_of,
     within_time,
 )
+from hotsplit.runtime.expert_slots import ExpertSlots, expert_slots
 from hotsplit.runtime.gpu_setup import memories_of, pass_setup, step_takes, uploading
 from hotsplit.runtime.kernels.gpu.launch import ROWS
 from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
@@ -66,6 +68,7 @@ from hotsplit.runtime.step.draft_step import DraftStep
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.workspace import step_rows
+from hotsplit.runtime.weights.resident import Residence
 
 log = logging.getLogger(__name__)
 
@@ -252,13 +255,22 @@ class LoadedModel:
     def _take_memory(self) -> None:
         set_for_this_processor()
         model, plan = self.model, self.plan
-        self.residence = residence_of(
-            replace(model, runs_as_it_is=self.is_by_output),
-            self.config.is_resident,
-            self.bytes_by_role,
-            self.device,
-            has_draft=self.has_draft,
-        )
+        self.slots: ExpertSlots | None = None
+        if not self.is_on_gpu and self.config.is_resident is None:
+            items = [Counter(own) for own in self.bytes_by_role.values()]
+            self.slots = expert_slots(model, sum(items, Counter()), self.config.ram_bytes)
+        if self.slots is None:
+            self.residence = residence_of(
+                replace(model, runs_as_it_is=self.is_by_output),
+                self.config.is_resident,
+                self.bytes_by_role,
+                self.device,
+                ram_bytes=self.config.ram_bytes,
+                has_draft=self.has_draft,
+            )
+        else:
+            self.residence = Residence(holds_experts=False)
+            self._say_slots(self.slots)
         if self.setup is not None and not (self.residence and self.residence.holds_experts):
             self.warn("the neuron cache is off: it needs the plan's weights in main memory")
             self.setup = self.resident_LN = None
@@ -273,6 +285,19 @@ class LoadedModel:
             max_rows=self.max_rows,
             num_sequences=self.num_sequences,
         )
+
+    def _say_slots(self, slots: ExpertSlots) -> None:
+        own = [i for i, count in enumerate(slots.num_slots_L) if count]
+        num_experts = sum(self.model.spec.layers[i].neurons.num_experts for i in own)
+        self.notice(
+            f"{sum(slots.num_slots_L):,} of {num_experts:,} experts have slots in main memory; the"
+            " others are read from the drive when a token has chosen them"
+        )
+        if not slots.drive.is_direct:
+            self.warn(
+                "the file system has no direct reads (O_DIRECT): experts are read through the page"
+                " cache, which takes longer, and memory that the system counts"
+            )
 
     def _step_rows(self) -> int:
         """Most rows of a hybrid step. It is 1 if nothing is for a GPU, with a neuron cache, which
@@ -305,7 +330,11 @@ class LoadedModel:
                 cache_types=self.cache_types,
                 resident_LN=self.resident_LN,
                 draft_placement=self.block_placement if self.has_draft else None,
+                drive=None if self.slots is None else self.slots.drive,
+                num_slots_L=() if self.slots is None else self.slots.num_slots_L,
             )
+        if self.slots is not None:
+            self.slots.start()
         check_routers(self.model, self.weights.layers)  # once the uploads are done
         if self.model.draft is not None and self.weights.draft is not None:
             check_routers(self.model.draft, self.weights.draft.layers)

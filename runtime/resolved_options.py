@@ -33,13 +33,23 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.workspace import ANY_BUDGET, workspace_bytes
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.system.sizes import format_bytes
-from hotsplit.system.system_memory import free_memory_bytes
+from hotsplit.system.system_memory import free_memory_bytes, own_memory_bytes
 
 # The share of free memory that the CPU's side (weights, cache and workspace) may take. The rest is
 # for the page cache, which loading uses.
 FREE_SHARE = 0.9
+# What a process takes beside its weights, keys and values and temporaries once it has loaded:
+# tokenizers, stacks, tables of pages, pages of libraries.
+BESIDE_BYTES = 96 << 20
 Notice = Callable[[str], None]
 log = logging.getLogger(__name__)
+
+
+def room_for_weights(ram_bytes: int | None) -> int:
+    """Bytes of main memory for weights, keys and values and temporaries."""
+    if ram_bytes is None:
+        return int(FREE_SHARE * free_memory_bytes())
+    return ram_bytes - own_memory_bytes() - BESIDE_BYTES
 
 
 def residence_of(
@@ -48,6 +58,7 @@ def residence_of(
     bytes_by_role: dict[str, Items],
     gpu: torch.device,
     *,
+    ram_bytes: int | None = None,
     has_draft: bool = False,
 ) -> Residence | None:
     """The memory for weights on the CPU; None if they stay in the file. Raises HotsplitError if
@@ -56,8 +67,8 @@ def residence_of(
     if is_resident is False:
         return None
     on_cpu = [items for role, items in bytes_by_role.items() if role == "cpu" or gpu.type == "cpu"]
-    wanted, free = sum(sum(items.values()) for items in on_cpu), free_memory_bytes()
-    room = int(FREE_SHARE * free)
+    wanted, room = sum(sum(items.values()) for items in on_cpu), room_for_weights(ram_bytes)
+    free = free_memory_bytes() if ram_bytes is None else max(0, room)
     if is_resident or wanted <= room:
         return Residence(only_cpu_reads=gpu.type == "cpu")
     beside, neurons = sum(map(bytes_beside, on_cpu)), sum(items["neurons"] for items in on_cpu)

@@ -16,19 +16,21 @@ from hotsplit.files.gguf_file import TensorEntry, in_memory, release
 from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import Neurons
 from hotsplit.model.tensors import OUTPUT_GATE, in_layout
+from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS
-from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.kernels.stored import FLOATS, unpack
 from hotsplit.runtime.kernels.tiled import TILE_ROWS
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.model.neuron_loader import bias_of
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.ops.neurons.feed_forward import SharedNeurons
 from hotsplit.runtime.ops.route import Router
+from hotsplit.runtime.weights.drive import Arriving
 from hotsplit.runtime.weights.expert_block import ExpertBlock, ExpertMatrices
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
 from hotsplit.runtime.weights.neuron_block import NeuronBlock, Role
-from hotsplit.runtime.weights.store import CPU, MappedStore, Stores, WeightStore
+from hotsplit.runtime.weights.store import CPU, MappedStore, ResidentStore, Stores, WeightStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class ExpertLoader:
     stores: Stores
     computes_all: bool
     resident_N: np.ndarray | None = None  # the experts in slots of a neuron cache, if it has any
+    num_slots: int = 0  # in main memory, of experts that are read from a drive; 0: all are loaded
 
     @property
     def device(self) -> torch.device:
@@ -71,6 +74,8 @@ class ExpertLoader:
         every = np.arange(neurons.num_experts)
         if self.resident_N is not None and len(self.resident_N):
             return self._with_slots(neurons, self.resident_N)
+        if self.num_slots:
+            return (self._arriving(neurons, self.num_slots),)
         ids = every if hot is None else hot[self.layer].astype(np.int64)
         parts: dict[Role, np.ndarray] = {"hot": np.sort(ids), "cold": np.setdiff1d(every, ids)}
         return tuple(self._block(role, own) for role, own in parts.items() if len(own))
@@ -102,6 +107,29 @@ class ExpertLoader:
             places[ids] = ids if stored is None else np.arange(len(ids))
             place_E = store.neuron_ids(places, is_all=False)
         return replace(self._made(role, matrices, store, stored), place_E=place_E)
+
+    def _arriving(self, neurons: Neurons, num_slots: int) -> ExpertBlock:
+        """Empty slots of experts that steps read from the drive, in the form of resident ones."""
+        drive, store = self.stores.drive, self.stores.on_cpu
+        assert drive is not None and isinstance(store, ResidentStore) and self._is_by_output
+        stacks = [drive.stack(self._entry(name)) for name in self._names(neurons)]
+        form: library.Form = "tiled" if library.prefers_tiles() else "planar"
+        matrices = []
+        for stack in stacks:
+            data = store.residence.room(num_slots * stack.num_bytes)
+            kind = library.packed_kind_of(stack.kind, stack.num_rows, stack.width, form)
+            data = data.view(FLOATS.get(kind, torch.uint8)).view(num_slots, stack.num_rows, -1)
+            matrices.append(ExpertMatrices(data=data, kind=kind, width=stack.width))
+        arriving = Arriving(
+            layer=self.layer,
+            drive=drive,
+            stacks=stacks,
+            place_E=torch.full((neurons.num_experts,), -1, dtype=torch.int32),
+            expert_S=torch.full((num_slots,), -1, dtype=torch.int32),
+            worth_E=torch.zeros(-(-drive.num_experts // 32) * 32),
+        )
+        block = self._made("cold", matrices, store, None)
+        return replace(block, place_E=arriving.place_E, arriving=arriving)
 
     def _made(
         self,

@@ -15,6 +15,7 @@ from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward, SharedNeurons
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.route import Router
+from hotsplit.runtime.weights.drive import Drive
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 
@@ -58,6 +59,7 @@ class Weights:
     first: Mapping[str, LoadedOp] = field(default_factory=dict)
     last: Mapping[str, LoadedOp] = field(default_factory=dict)
     states: StateSlots | None = None  # of the layers with a recurrent state, if there are any
+    drive: Drive | None = None  # that steps read experts from
     draft: "Weights | None" = None  # of the draft block, a model of one layer
 
     @property

@@ -38,6 +38,7 @@ from hotsplit.runtime.ops.loaded_op import load_all
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.predict import Predictor
+from hotsplit.runtime.weights.drive import Drive
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.store import CPU, Stores
@@ -57,23 +58,27 @@ def load_weights(
     cache_types: CacheTypes | None = None,
     resident_LN: Sequence[np.ndarray] | None = None,
     draft_placement: Placement | None = None,
+    drive: Drive | None = None,
+    num_slots_L: Sequence[int] = (),
 ) -> Weights:
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
     projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device has
     an uploader, its weights go into the uploader's memory. `cache_types`: None for the model's own.
     `resident_LN`: the neurons or experts in the slots of a neuron cache, none in a layer without
-    slots. `draft_placement`: of the draft block; None: it is not loaded."""
+    slots. `draft_placement`: of the draft block; None: it is not loaded. `drive`: experts are read
+    from there to `num_slots_L` slots of each layer, with a residence."""
     builder = Builder(
         model,
         placement,
         mode,
         context_length,
-        stores=Stores.of(residence, uploaders),
+        stores=Stores.of(residence, uploaders, drive),
         num_sequences=num_sequences,
         cache_types=cache_types,
         resident_LN=resident_LN,
+        num_slots_L=num_slots_L,
     )
-    weights = builder.weights()
+    weights = replace(builder.weights(), drive=drive)
     if draft_placement is not None:
         weights = replace(weights, draft=builder.draft(weights, draft_placement))
     builder.neurons.report_transposed(notice)
@@ -99,6 +104,7 @@ class Builder:
     num_sequences: int = 1
     cache_types: CacheTypes | None = None
     resident_LN: Sequence[np.ndarray] | None = None
+    num_slots_L: Sequence[int] = ()  # of experts that are read from a drive
     zeros: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)  # shared biases
     own_tables: dict[int | None, BlockTable] | None = None  # those of the model, for a draft block
 
@@ -163,7 +169,12 @@ class Builder:
         file, head_device = self.model.draft, placement.head_device
         assert file is not None
         own = replace(
-            self, model=file, placement=placement, resident_LN=None, own_tables=self.tables
+            self,
+            model=file,
+            placement=placement,
+            resident_LN=None,
+            num_slots_L=(),
+            own_tables=self.tables,
         )
         embedding, head = weights.embedding, weights.head
         tensors, is_apart = self.model.tensors, weights.head_device != head_device
@@ -221,6 +232,7 @@ class Builder:
             stores=self.stores,
             computes_all=computes_all(self.mode),
             resident_N=None if self.resident_LN is None else self.resident_LN[index],
+            num_slots=self.num_slots_L[index] if self.num_slots_L else 0,
         )
 
     def gate(self, index: int) -> Gate:

@@ -97,6 +97,14 @@ class CachePolicy:
         policy_library.lib.hs_cache_step(self._struct, *self._checked(bits_RLW))
         return self._swaps[: self._struct.num_swaps]
 
+    @property
+    def learning(self) -> tuple[int, int]:
+        """The addresses of hs_cache_learn (policy.h) and of its first argument, which is this
+        object's."""
+        function = ctypes.cast(policy_library.lib.hs_cache_learn, ctypes.c_void_p).value
+        assert function is not None
+        return function, ctypes.addressof(self._struct)
+
     def resident(self, layer: int) -> np.ndarray:
         """The neuron in each slot [N], a copy."""
         struct = self._struct.layer[layer]

@@ -130,6 +130,8 @@ class NativeLayers:
                 end=end,
             )
         )
+        if self.weights.drive is not None:
+            self.weights.drive.check()
 
     def _value(self, name: str) -> Tensor:
         """A copy of a value, [T, size]."""

@@ -39,6 +39,7 @@ from hotsplit.runtime.ops.sums import STRUCT_FIELDS, struct_fields
 from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.forms import host_form
 from hotsplit.runtime.step.program import Op, name_of, step_program
+from hotsplit.runtime.weights.drive import Drive
 
 # In the order of the enums in step.h.
 OP_KINDS = (
@@ -274,6 +275,7 @@ class NativeStep:
     traffic: Traffic
     shared: Mapping[str, Tensor]  # f32 [max_rows, size], values that others read or write
     kept: tuple[Any, ...]  # keeps alive what the structs point to
+    drive: Drive | None = None  # that steps read experts from
 
     @property
     def max_rows(self) -> int:
@@ -291,8 +293,8 @@ class NativeStep:
         """Logits f32 [rows with logits, V]; appends the rows to the cache and counts traffic. If
         weights are finite, a row's result is bit-identical whatever the other rows are.
 
-        Raises IndexError for a token or position out of range, or a position without a block in the
-        cache."""
+        Raises HotsplitError if experts cannot be read, and IndexError for a token or position
+        out of range, or a position without a block in the cache."""
         structs = (RowStruct * len(rows))(*map(row_struct, rows))
         return self.run_structs(structs, sum(row.has_logits for row in rows))
 
@@ -300,6 +302,8 @@ class NativeStep:
         """The same of rows as structs, so many of which want logits."""
         logits_RV = self.logits.take(num_logits)
         library.run_step(self.step, structs, logits_RV)
+        if self.drive is not None:
+            self.drive.check()
         take_traffic(self.step, self.traffic)
         return logits_RV
 
@@ -342,6 +346,7 @@ def build(weights: Weights, traffic: Traffic, shared: Sequence[str] = ()) -> Nat
         traffic=traffic,
         shared=values,
         kept=tuple(builder.kept),
+        drive=weights.drive,
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotsplit.runtime.weights.drive import Arriving
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 from hotsplit.runtime.weights.neuron_block import NeuronBlock, Role
 
@@ -53,7 +54,8 @@ class ExpertBlock:
     files have it; its bias is added to an expert's output, before the weight of the expert.
 
     `place_E`: int32 on the block's device, the place of each expert of the layer in the block, -1
-    if it is in another; None: the block has all, in order."""
+    if it is in another; None: the block has all, in order. `arriving`: the matrices are slots,
+    experts that are in none are read from a drive, and biases are those of all experts."""
 
     role: Role
     gate: ExpertMatrices
@@ -61,6 +63,7 @@ class ExpertBlock:
     down: ExpertMatrices
     is_by_output: bool
     place_E: Tensor | None = None
+    arriving: Arriving | None = None
 
     @property
     def num_units(self) -> int:

@@ -94,6 +94,10 @@ class Residence:
         self.num_bytes -= 0 if is_weight else values.nbytes
         return kept
 
+    def room(self, num_bytes: int) -> Tensor:
+        """Zeros for weights that are written later, uint8, which take no memory until then."""
+        return self._take(num_bytes)
+
     def pin(self) -> None:
         """Pins the memory, until it is freed, so that GPUs copy from it directly.
 

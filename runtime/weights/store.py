@@ -21,6 +21,7 @@ from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS
 from hotsplit.runtime.kernels.tiled import TILE_ROWS
+from hotsplit.runtime.weights.drive import Drive
 from hotsplit.runtime.weights.matrix import Matrix, matrix_of
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import Uploader
@@ -167,12 +168,14 @@ class Stores:
     on_cpu: WeightStore = MappedStore(CPU)
     on_device: Mapping[torch.device, WeightStore] = field(default_factory=dict)
     are_experts_mapped: bool = False  # the experts of a mixture stay in the file
+    drive: Drive | None = None  # experts that are in none of the slots are read from there
 
     @classmethod
     def of(
         cls,
         residence: Residence | None = None,
         uploaders: Mapping[torch.device, Uploader] | None = None,
+        drive: Drive | None = None,
     ) -> Self:
         """Without a residence, weights on the CPU stay in the file. A device without an uploader
         has no slab."""
@@ -181,7 +184,7 @@ class Stores:
             return cls(on_device=uploaders)
         on_cpu = ResidentStore(residence=residence, is_streamed=bool(uploaders))
         is_mapped = not residence.holds_experts
-        return cls(on_cpu=on_cpu, on_device=uploaders, are_experts_mapped=is_mapped)
+        return cls(on_cpu=on_cpu, on_device=uploaders, are_experts_mapped=is_mapped, drive=drive)
 
     def on(self, device: torch.device) -> WeightStore:
         if device in self.on_device:

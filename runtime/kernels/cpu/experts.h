@@ -5,6 +5,7 @@
 //
 // Letters: T tokens, K experts of a token, P = T * K, D model width, F neurons of an expert.
 #pragma once
+#include "drive.h"
 #include "neurons.h"
 #include "route.h"
 
@@ -13,6 +14,7 @@ struct ExpertSizes {
     int64_t most_used = 0, most_neurons = 0, most_experts = 0;
     uint32_t forms = 0, down_forms = 0;
     bool has_neuron_major = false;
+    bool are_arriving = false;  // experts of some layer are read from a drive
     bool reads_f32 =
         false;  // x, as it is: some level does not pack it, or rows of `down` are per neuron
 
@@ -37,6 +39,7 @@ struct ExpertSizes {
         forms |= forms_of(e.first);
         down_forms |= by_output_forms(e.first);
         has_neuron_major |= !e.first.is_by_output;
+        are_arriving |= e.arriving != nullptr;
         reads_f32 |= !e.first.is_by_output || packs_none(e.first.gate) || packs_none(e.first.up);
     }
 };
@@ -52,6 +55,12 @@ class Experts {
         pair_ = arena.take<int32_t>(P);
         choice_ = arena.take<int32_t>(P);
         used_ = arena.take<Used>(std::min(P, sizes.most_experts));
+        if (sizes.are_arriving) {
+            const int64_t E = sizes.most_experts;
+            here_ = arena.take<Used>(E), missing_ = arena.take<Used>(E), arrived_ = arena.take<Used>(E);
+            buffer_ = arena.take<int32_t>(E), is_needed_ = arena.take<uint8_t>(E);
+            bits_ = arena.take<uint32_t>(T * words_of(E));
+        }
         x_ = arena.operand(D, T > 1 ? P : 0, sizes.forms, nullptr, sizes.reads_f32);
         hidden_ = arena.operand(F, P, sizes.down_forms);
         up_ = arena.take<float>(P * F);
@@ -71,12 +80,12 @@ class Experts {
         D = experts.first.gate.num_columns;
         e_ = &experts, K = num_used, F = experts.first.num_neurons, T_ = T, seen_ = seen;
         sort(routed);
-        if (experts.first.is_by_output)
-            run_by_output(gate, x, read);
-        else if (T == 1 && !seen.is_wanted())
-            run_one(gate, x, read);
+        is_one_ = T == 1 && !seen.is_wanted();
+        if (experts.first.is_by_output || is_one_) gather(x);
+        if (experts.arriving)
+            run_arriving(*experts.arriving, routed, gate, x, read);
         else
-            run_many(gate, x, read);
+            compute(used_, num_used_, gate, x, read);
         split(T * K * D * 4, T, 1, 4, [&](int64_t t0, int64_t t1) {
             for (int64_t t = t0; t < t1; ++t) add({routed + t * 2 * K, K}, t, out + t * D);
         });
@@ -93,10 +102,133 @@ class Experts {
     };
     // Reading and unpacking a row takes about as long as its products with so many vectors.
     static constexpr int64_t READING = 2;
+    // Of a prompt, the experts in slots are computed in so many turns, between which those that have arrived
+    // are computed, and free their buffers.
+    static constexpr int64_t TURNS = 8;
+
+    static int64_t words_of(int64_t num_experts) { return (num_experts + 31) / 32; }
+
+    // Computes some of the chosen experts, each as if alone.
+    void compute(Used* wave, int64_t count, const Gate& gate, Operand& x, NeuronBytes& read) {
+        wave_ = wave, num_wave_ = count, work_ = 0;
+        for (Used* u = wave; u < wave + count; ++u) u->before = work_, work_ += u->work();
+        if (e_->first.is_by_output)
+            run_by_output(gate, read);
+        else if (is_one_)
+            run_one(gate, read);
+        else
+            run_many(gate, x, read);
+    }
+
+    // ---- experts that are read from a drive ------------------------------------------------------
+
+    // Missing experts are read, in the file's order, while those in slots are computed, then those that have
+    // arrived. The place of an expert here is its number.
+    void run_arriving(const HsArriving& a, const float* routed, const Gate& gate, Operand& x,
+                      NeuronBytes& read) {
+        learn(a, routed);
+        std::fill_n(is_needed_, e_->num_experts, uint8_t{0});
+        int64_t num_here = 0, num_missing = 0;
+        for (const Used* u = used_; u < used_ + num_used_; ++u) {
+            is_needed_[u->place] = 1;
+            (a.place[u->place] >= 0 ? here_[num_here++] : missing_[num_missing++]) = *u;
+        }
+        a.drive->num_used += num_used_, a.drive->num_hits += num_here;
+        Arrivals arrivals(a);
+        if (arrivals.has_failed()) {  // the step fails, with numbers that harm nothing
+            std::fill_n(out_, T_ * K * D, 0.0f);
+            num_missing = 0;
+        }
+        const int64_t most = T_ == 1 ? num_here : (num_here + TURNS - 1) / TURNS;
+        int64_t next_here = 0, asked = 0, num_arrived = 0;
+        while (next_here < num_here || num_arrived < num_missing) {
+            for (; asked < num_missing && arrivals.has_room(); ++asked)
+                buffer_[missing_[asked].place] = arrivals.request(missing_[asked].place);
+            const auto& filled = arrivals.take(next_here == num_here);
+            if (!filled.empty()) {
+                const int64_t count = arrived_in(filled, asked);
+                num_arrived += count;
+                if (arrivals.has_failed())
+                    for (const Used* u = arrived_; u < arrived_ + count; ++u)
+                        std::fill_n(out_ + u->begin * D, u->count * D, 0.0f);
+                else
+                    compute(arrived_, count, gate, x, read);
+                for (const Used* u = arrived_; u < arrived_ + count; ++u) {
+                    is_needed_[u->place] = 0;
+                    if (!arrivals.has_failed()) keep(a, u->place);
+                    arrivals.release(buffer_[u->place]);
+                }
+                continue;
+            }
+            const int64_t some = std::min(most, num_here - next_here);
+            compute(here_ + next_here, some, gate, x, read);
+            for (const int64_t end = next_here + some; next_here < end; ++next_here)
+                is_needed_[here_[next_here].place] = 0;
+        }
+    }
+
+    // Updates what experts are worth with the choices of all rows.
+    void learn(const HsArriving& a, const float* routed) {
+        const int64_t W = words_of(a.drive->num_experts);
+        std::fill_n(bits_, T_ * W, 0u);
+        for (int64_t t = 0; t < T_; ++t)
+            for (int64_t k = 0; k < K; ++k) {
+                const int64_t e = Routed{routed + t * 2 * K, K}.expert(k);
+                bits_[t * W + e / 32] |= 1u << (e % 32);
+            }
+        a.drive->learn(a.drive->policy, a.layer, bits_, T_, a.worth);
+    }
+
+    // Lists those of the first `asked` missing experts that are in these buffers in `arrived_`, by number;
+    // returns how many.
+    int64_t arrived_in(const std::vector<int32_t>& filled, int64_t asked) {
+        int64_t count = 0;
+        for (int64_t i = 0; i < asked; ++i) {
+            const int32_t e = missing_[i].place;
+            if (!is_needed_[e]) continue;  // has been computed
+            if (std::find(filled.begin(), filled.end(), buffer_[e]) != filled.end())
+                arrived_[count++] = missing_[i];
+        }
+        return count;
+    }
+
+    // Gives an expert that has arrived the slot of one that is worth less and not needed in this step, if
+    // there is any.
+    void keep(const HsArriving& a, int32_t e) {
+        int64_t slot = -1;
+        float least = a.worth[e] - a.drive->margin;
+        for (int64_t s = 0; s < a.num_slots; ++s) {
+            const int32_t other = a.expert[s];
+            if (other < 0) {
+                slot = s;
+                break;
+            }
+            if (!is_needed_[other] && a.worth[other] < least) slot = s, least = a.worth[other];
+        }
+        if (slot < 0) return;
+        if (a.expert[slot] >= 0) a.place[a.expert[slot]] = -1;
+        HsBlock from = e_->first, to = e_->first;
+        Arrivals::place(a, e, buffer_[e], from);
+        shift(to.gate, slot * e_->gate_bytes), shift(to.up, slot * e_->up_bytes);
+        shift(to.down, slot * e_->down_bytes);
+        pack(from.gate, to.gate), pack(from.up, to.up), pack(from.down, to.down);
+        a.expert[slot] = e, a.place[e] = static_cast<int32_t>(slot);
+        ++a.drive->num_kept;
+    }
+
+    static void shift(HsMatrix& m, int64_t bytes) {
+        if (m.data) m.data += bytes;
+    }
+
+    static void pack(const HsMatrix& from, const HsMatrix& to) {
+        if (!from.data) return;
+        hs_pack_rows(from.kind, to.kind, from.data, from.num_rows, from.num_columns, nullptr,
+                     from.num_rows, const_cast<uint8_t*>(to.data), to.stride);
+    }
 
     // The place of the expert that a row has chosen as its k-th; below 0: it is not stored.
     int64_t place_of(const Routed& routed, int64_t k) const {
-        return e_->place ? e_->place[routed.expert(k)] : routed.expert(k);
+        return e_->place && !e_->arriving ? e_->place[routed.expert(k)] : routed.expert(k);
     }
 
     // Sorts the pairs by place, those of an expert by row.
@@ -107,12 +239,11 @@ class Experts {
                 const int64_t place = place_of({routed + t * 2 * K, K}, k);
                 if (place >= 0) ++count_[place + 1];
             }
-        num_used_ = work_ = 0;
+        num_used_ = 0;
         for (int64_t e = 0; e < e_->num_experts; ++e) {
             const int32_t own = count_[e + 1];
             if (own) {
-                used_[num_used_] = {static_cast<int32_t>(e), count_[e], own, work_};
-                work_ += used_[num_used_++].work();
+                used_[num_used_++] = {static_cast<int32_t>(e), count_[e], own, 0};
             }
             count_[e + 1] += count_[e];
         }
@@ -135,13 +266,15 @@ class Experts {
 
     HsBlock block_of(const Used& used) const {
         HsBlock block = e_->first;
-        const int64_t e = used.place;
-        auto shift = [&](HsMatrix& m, int64_t bytes) {
-            if (m.data) m.data += e * bytes;
-            if (m.bias) m.bias += e * m.num_rows;
-        };
-        shift(block.gate, e_->gate_bytes), shift(block.up, e_->up_bytes),
-            shift(block.down, e_->down_bytes);
+        const int32_t e = used.place;
+        const int64_t place = e_->arriving ? e_->arriving->place[e] : e;
+        if (place < 0)
+            Arrivals::place(*e_->arriving, e, buffer_[e], block);
+        else
+            shift(block.gate, place * e_->gate_bytes), shift(block.up, place * e_->up_bytes),
+                shift(block.down, place * e_->down_bytes);
+        for (HsMatrix* m : {&block.gate, &block.up, &block.down})
+            if (m->bias) m->bias += e * m->num_rows;
         return block;
     }
 
@@ -175,11 +308,11 @@ class Experts {
         return T_ == 1 ? one : input_of(vectors(x_, used, D), kind);
     }
 
-    // Calls body(used, i0, i1) for vectors i0 .. i1-1 of experts; each reads or writes `count` values.
+    // Calls body(used, i0, i1) for vectors i0 .. i1-1 of some experts; each reads or writes `count` values.
     template <class Body>
-    void over_vectors(int64_t count, const Body& body) const {
+    void over_vectors(const Used* of, int64_t num, int64_t count, const Body& body) const {
         split(T_ > 1 ? T_ * K * count * 16 : 0, T_ * K, 1, 4, [&](int64_t p0, int64_t p1) {
-            for (const Used* u = used_; u < used_ + num_used_; ++u) {
+            for (const Used* u = of; u < of + num; ++u) {
                 const int64_t i0 = std::max<int64_t>(p0 - u->begin, 0);
                 const int64_t i1 = std::min<int64_t>(p1 - u->begin, u->count);
                 if (i0 < i1) body(*u, i0, i1);
@@ -196,7 +329,7 @@ class Experts {
             up_x_ = has_up ? x.as(b.up.kind, 1) : gate_x_;
             return;
         }
-        over_vectors(D, [&](const Used& u, int64_t i0, int64_t i1) {
+        over_vectors(used_, num_used_, D, [&](const Used& u, int64_t i0, int64_t i1) {
             const Operand own = vectors(x_, u, D);
             for (int64_t i = i0; i < i1; ++i) {
                 const float* row = x.row(token_of(u, i));
@@ -218,16 +351,15 @@ class Experts {
     // ---- a row of `down` per output --------------------------------------------------------------
 
     // Two passes over a list of jobs, groups of rows of all chosen experts: gates and ups, then downs.
-    void run_by_output(const Gate& gate, Operand& x, NeuronBytes& read) {
+    void run_by_output(const Gate& gate, NeuronBytes& read) {
         const HsBlock& b = e_->first;
         const int64_t grain = T_ == 1 ? TILE_ROWS : 32, pairs = T_ * K;
-        gather(x);
         over_rows(F, grain, pairs * F * (row_bytes(b.gate) + (b.up.data ? row_bytes(b.up) : 0)),
                   [&](const Used& u, const Used* next, int64_t a0, int64_t a1) {
             gates_and_ups(gate, u, next, a0, a1);
         });
         if (Quantise* quantise = kernels().quantise[b.down.kind])
-            over_vectors(F, [&](const Used& u, int64_t i0, int64_t i1) {
+            over_vectors(wave_, num_wave_, F, [&](const Used& u, int64_t i0, int64_t i1) {
                 quantise(input_of(vectors(hidden_, u, F), b.down.kind).part(i0, i1), F);
             });
         over_rows(D, grain, pairs * D * row_bytes(b.down),
@@ -238,8 +370,8 @@ class Experts {
             kernels().dot_rows[down.kind](rows, input_of(vectors(hidden_, u, F), down.kind),
                                           out_ + u.begin * D, D, d0, d1);
         });
-        read.gate += num_used_ * F * row_bytes(b.gate), read.down += num_used_ * D * row_bytes(b.down);
-        if (b.up.data) read.up += num_used_ * F * row_bytes(b.up);
+        read.gate += num_wave_ * F * row_bytes(b.gate), read.down += num_wave_ * D * row_bytes(b.down);
+        if (b.up.data) read.up += num_wave_ * F * row_bytes(b.up);
     }
 
     // Calls body(used, next, a0, a1) for pieces of `count` rows of each chosen expert, cut so that equal pieces
@@ -248,13 +380,13 @@ class Experts {
     void over_rows(int64_t count, int64_t grain, int64_t bytes, const Body& body) {
         const int64_t groups = (count + grain - 1) / grain;
         split(bytes, work_ * groups, 1, 16, [&](int64_t i0, int64_t i1) {
-            for (const Used* u = used_; u < used_ + num_used_; ++u) {
+            for (const Used* u = wave_; u < wave_ + num_wave_; ++u) {
                 auto from = [&](int64_t i) {  // the first group whose work begins at i or later
                     const int64_t own = i - u->before * groups;
                     return std::clamp<int64_t>((own + u->work() - 1) / u->work(), 0, groups);
                 };
                 const int64_t g0 = from(i0), g1 = from(i1);
-                const Used* next = u + 1 < used_ + num_used_ ? u + 1 : nullptr;
+                const Used* next = u + 1 < wave_ + num_wave_ ? u + 1 : nullptr;
                 if (g0 < g1) body(*u, next, g0 * grain, std::min(count, g1 * grain));
             }
         });
@@ -281,27 +413,27 @@ class Experts {
     // ---- a row of `down` per neuron --------------------------------------------------------------
 
     // One row that is not seen: one pass over a list of jobs, chunks of neurons of all chosen experts.
-    void run_one(const Gate& gate, Operand& x, NeuronBytes& read) {
+    void run_one(const Gate& gate, NeuronBytes& read) {
         const HsBlock& b = e_->first;
         const int64_t chunk = groups_of_chunk(F) * SUM_ROWS, chunks = (F + chunk - 1) / chunk;
         const int64_t stride = groups_of(F) * SUM_ROWS;
-        gather(x);
         Opened opened[MAX_CHUNKS * MAX_USED] = {};
-        split(K * F * row_bytes(b.gate), num_used_ * chunks, 1, MAX_CHUNKS,
+        split(K * F * row_bytes(b.gate), num_wave_ * chunks, 1, MAX_CHUNKS,
               [&](int64_t i0, int64_t i1) {
             for (int64_t i = i0, end; i < i1; i = end) {
                 const int64_t u = i / chunks, first = u * chunks;
                 end = std::min(i1, first + chunks);
-                opened[i] = run_chunks(gate, used_[u], i - first, end - first, chunk, stride);
+                opened[i] = run_chunks(gate, wave_[u], i - first, end - first, chunk, stride);
             }
         });
         split(K * chunks * D * 4, D, 128, 1, [&](int64_t d0, int64_t d1) {
-            for (int64_t u = 0; u < num_used_; ++u)
-                RowSums::join(sum_ + u * MAX_CHUNKS * D, D, chunks, b.down.kind, d0, d1, out_ + u * D);
+            for (const Used* u = wave_; u < wave_ + num_wave_; ++u)
+                RowSums::join(sum_ + u->begin * MAX_CHUNKS * D, D, chunks, b.down.kind, d0, d1,
+                              out_ + u->begin * D);
         });
         int64_t fired = 0;
-        for (int64_t i = 0; i < num_used_ * chunks; ++i) fired += opened[i].end - opened[i].begin;
-        count(b, num_used_ * F, WholeNeurons::takes(b, gate) ? num_used_ * F : fired, read);
+        for (int64_t i = 0; i < num_wave_ * chunks; ++i) fired += opened[i].end - opened[i].begin;
+        count(b, num_wave_ * F, WholeNeurons::takes(b, gate) ? num_wave_ * F : fired, read);
     }
 
     // Writes the sums of chunks c0 .. c1-1 of an expert.
@@ -322,7 +454,7 @@ class Experts {
 
     // Several rows, or one that is seen: one expert after another.
     void run_many(const Gate& gate, Operand& x, NeuronBytes& read) {
-        for (const Used* u = used_; u < used_ + num_used_; ++u) {
+        for (const Used* u = wave_; u < wave_ + num_wave_; ++u) {
             Operand own = vectors(x_, *u, D);
             for (int64_t i = 0; i < u->count; ++i)
                 std::memcpy(own.row(i), x.row(token_of(*u, i)), D * sizeof(float));
@@ -340,10 +472,19 @@ class Experts {
     Neurons& neurons_;
     const HsExperts* e_ = nullptr;
     int64_t K = 0, F = 0, T_ = 0, num_used_ = 0;
-    int64_t work_ = 0;  // on a group of rows of all chosen experts
+    bool is_one_ = false;  // one row that is not seen
+    // The experts that are computed together; work_: on a group of rows of all of them.
+    Used* wave_ = nullptr;
+    int64_t num_wave_ = 0, work_ = 0;
     // pair_: of [T, K], its place among the sorted; below 0: none. choice_: the inverse, t * K + k
     int32_t *count_ = nullptr, *pair_ = nullptr, *choice_ = nullptr;
     Used* used_ = nullptr;
+    // Of experts that are read from a drive: those in slots, those that are not, those that have arrived; by
+    // number the buffer, and whether the step still has to compute it; the choices of rows.
+    Used *here_ = nullptr, *missing_ = nullptr, *arrived_ = nullptr;
+    int32_t* buffer_ = nullptr;
+    uint8_t* is_needed_ = nullptr;
+    uint32_t* bits_ = nullptr;
     Operand x_ = {}, hidden_ = {};   // by pair
     Input gate_x_ = {}, up_x_ = {};  // of one row
     float *up_ = nullptr, *out_ = nullptr, *gate_ = nullptr, *sum_ = nullptr;

@@ -284,6 +284,20 @@ def run_part(part: ctypes.Structure) -> None:
     _lib.hs_part(ctypes.addressof(part))
 
 
+def open_drive(drive: ctypes.Structure) -> None:
+    """Starts the threads of a DriveStruct (runtime.weights.drive); close_drive ends them. Raises
+    HotsplitError if the system refuses."""
+    if _lib.hs_open_drive(ctypes.addressof(drive)) != _OK:
+        raise HotsplitError(
+            f"no {drive.num_threads} threads that read experts (ulimit -u); raise the limit"
+        )
+
+
+def close_drive(drive: ctypes.Structure) -> None:
+    """Waits for the reads under way. No step may run any more."""
+    _lib.hs_close_drive(ctypes.addressof(drive))
+
+
 def neurons_bytes(neurons: ctypes.Structure) -> int:
     """Workspace bytes of neurons or experts described by ops/neurons/native.py; -1 if they are
     inconsistent."""
@@ -369,6 +383,14 @@ def accumulate_rows(
     return y_D
 
 
+def packed_kind_of(kind: str, num_rows: int, width: int, form: Form) -> str:
+    """The kind that `pack_rows` returns for so many rows."""
+    form = "planar" if num_rows % ROWS_TOGETHER[form] else form
+    packed = f"{kind}_{form}"
+    is_there = packed in _LAYOUTS and width % _LAYOUTS[packed].unit_values == 0
+    return packed if is_there else kind
+
+
 def pack_rows(
     weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor, form: Form = "planar"
 ) -> str:
@@ -390,10 +412,7 @@ def pack_rows(
     is_ready = out.dtype == torch.uint8 and out.is_cpu and out.shape == (num_active, row_bytes)
     if not is_ready or out.stride(1) != 1 or out.stride(0) < row_bytes:
         _refuse("out", f"uint8 [{num_active}, {row_bytes}] with contiguous rows", out)
-    form = "planar" if num_active % ROWS_TOGETHER[form] else form
-    packed_kind = f"{kind}_{form}"
-    if packed_kind not in _LAYOUTS or num_columns % _LAYOUTS[packed_kind].unit_values:
-        packed_kind = kind
+    packed_kind = packed_kind_of(kind, num_active, num_columns, form)
     if rows_together(packed_kind) > 1 and not out.is_contiguous():
         _refuse("out", f"contiguous rows for the {form} form", out)
     matrix, target = (data, num_rows, num_columns), (out.data_ptr(), out.stride(0))

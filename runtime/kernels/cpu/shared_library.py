@@ -39,6 +39,8 @@ SIGNATURES: Signatures = {
     "hs_step_bytes": (SIZE, (POINTER,)),
     "hs_step": (STATUS, (POINTER, POINTER, SIZE, POINTER)),
     "hs_part": (None, (POINTER,)),
+    "hs_open_drive": (STATUS, (POINTER,)),
+    "hs_close_drive": (None, (POINTER,)),
     "hs_neurons_bytes": (SIZE, (POINTER,)),
     "hs_neurons": (None, (POINTER,)),
     # row_copies.h

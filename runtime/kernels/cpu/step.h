@@ -87,6 +87,47 @@ struct HsRoute {
     int32_t groups_by_largest;  // a group counts by its largest score, not by its two largest
 };
 
+// A matrix of each expert of a layer in a file, in the file's form: that of expert e begins at offset + e *
+// stride. `matrix` is without data.
+struct HsStack {
+    HsMatrix matrix;
+    int64_t offset, stride;
+    int32_t file, unused;
+};
+
+// The files that experts are read from, what their reads share, and totals; see drive.h.
+struct HsDrive {
+    const int32_t* file;                // [num_files] descriptors
+    const int64_t *size, *modified_ns;  // [num_files]; a file of another size or time has been changed
+    uint8_t* buffer;                    // num_buffers of buffer_bytes, page-aligned
+    int64_t num_files, buffer_bytes, num_buffers, num_threads;
+    // Updates the worth [32 W] of a layer's experts with the bits [rows, W] of those that rows have
+    // chosen, W words of num_experts bits: hs_cache_learn of the neuron cache's policy.
+    void (*learn)(void* policy, int64_t layer, const uint32_t* bits, int64_t rows, float* worth);
+    void* policy;
+    void* reader;  // set by hs_open_drive
+    int64_t num_experts;
+    int64_t delay_us;  // for tests: the most by which a read comes late, in any order
+    // Of all steps so far: expert uses of a step, those found in slots, experts that took a slot, bytes read,
+    // nanoseconds in which reads were under way and in which a step waited for them.
+    int64_t num_used, num_hits, num_kept, bytes_read, reading_ns, waiting_ns;
+    int32_t error;        // of the first read that failed: an errno, or READ_CHANGED; 0: none has
+    int32_t failed_file;  // its index
+    float margin;         // an expert takes the slot of one whose worth is less by more than this
+    int32_t unused;
+};
+constexpr int32_t READ_CHANGED = -1;  // the file was cut short or written to
+
+// The slots of a layer's experts, whose memory is that of HsExperts, and where all of them are in files.
+struct HsArriving {
+    HsDrive* drive;
+    HsStack gate, up, down;
+    int32_t* place;   // HsExperts's
+    int32_t* expert;  // [num_slots] the expert in each slot; below 0: none
+    float* worth;     // [32 W]
+    int64_t num_slots, layer;
+};
+
 // The experts of a layer. `first` is the first one; the matrices of each other one follow those of the
 // one before at these distances in bytes, its biases without a gap.
 struct HsExperts {
@@ -96,6 +137,9 @@ struct HsExperts {
     // are stored, in order
     const int32_t* place;
     int64_t gate_bytes, up_bytes, down_bytes, num_experts;
+    // Experts that are not stored are read from files: `place` has the slots, and biases are those of all
+    // experts, in order. Null: they are elsewhere.
+    const HsArriving* arriving;
 };
 
 struct HsFeedForward {
@@ -261,6 +305,9 @@ int32_t hs_step(HsStep* step, const HsRow* row, int64_t count, float* logits);
 // Runs a part; `data` is a HsPart*, as in the signature of a CUDA graph's host function. Does not
 // check the rows.
 void hs_part(void* data);
+// Starts the threads that read from a drive; false if the system refuses. hs_close_drive ends them.
+int32_t hs_open_drive(HsDrive* drive);
+void hs_close_drive(HsDrive* drive);
 // The workspace bytes of neurons or experts, or -1 if sizes, kinds or pointers are inconsistent.
 int64_t hs_neurons_bytes(const HsNeurons* neurons);
 // y = the output of the predicted neurons (all, if `named` is null), or the weighted sum of those of the chosen

@@ -275,3 +275,18 @@ EXPORT void hs_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows
     c.steps_on += c.is_on;
     decide(c);
 }
+
+EXPORT void hs_cache_learn(NeuronCache* cache, int64_t layer, const uint32_t* bits, int64_t rows,
+                           float* worth) {
+    NeuronCache& c = *cache;
+    CacheLayer& own = c.layer[layer];
+    const int64_t F = padded(c.num_neurons);
+    const float burst_rate = 1.0f - c.burst_decay;
+    for (int64_t r = 0; r < rows; ++r) {
+        const float first = 1.0f / (c.prior_tokens + static_cast<float>(++own.num_learnt));
+        const float rate = std::max(1.0f - c.decay, first);
+        average(own.score, bits + r * F / 32, F / 32, 1, F, &rate, 0);
+        if (c.burst_weight > 0.0f) average(own.burst, bits + r * F / 32, F / 32, 1, F, &burst_rate, 0);
+    }
+    worths(own.score, own.burst, F, c.burst_weight, worth);
+}

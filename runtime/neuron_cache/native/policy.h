@@ -22,6 +22,7 @@ struct CacheLayer {
     // have slots, or none has.
     int64_t read, hits, planned_hits;
     int64_t num_applied;  // pending tokens that the scores include
+    int64_t num_learnt;   // tokens of hs_cache_learn
 };
 
 struct CacheSwap {
@@ -59,4 +60,9 @@ extern "C" {
 // Called after a step with the bits [rows, L, W] of its tokens (rows >= 1): counts its hits and seconds,
 // records the last decision's swaps as done, updates the scores, and makes the next decision.
 void hs_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows);
+// Updates the scores of one layer with the bits [rows, W] of its tokens, and writes what its neurons are worth, the
+// expected frequencies of reads, to `worth` [32 W]. For slots that are filled during a step, without decisions of
+// hs_cache_step.
+void hs_cache_learn(NeuronCache* cache, int64_t layer, const uint32_t* bits, int64_t rows,
+                    float* worth);
 }

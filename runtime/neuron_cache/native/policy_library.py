@@ -15,7 +15,7 @@ class CacheLayerStruct(Structure):
         *members(c_void_p, "score burst slot id planned resident"),
         ("num_slots", c_int64),
         *members(c_double, "hot_s hot_row_s cold_s cold_row_s copy_row_s gather_row_s cold_share"),
-        *members(c_int64, "read hits planned_hits num_applied"),
+        *members(c_int64, "read hits planned_hits num_applied num_learnt"),
     ]
 
 
@@ -46,5 +46,8 @@ SWAP = np.dtype(
 
 lib = open_library(
     "hotsplit.runtime._neuron_cache",
-    {"hs_cache_step": (None, (POINTER(CacheStruct), c_void_p, c_int64))},
+    {
+        "hs_cache_step": (None, (POINTER(CacheStruct), c_void_p, c_int64)),
+        "hs_cache_learn": (None, (POINTER(CacheStruct), c_int64, c_void_p, c_int64, c_void_p)),
+    },
 )

@@ -10,8 +10,9 @@ Letters: T tokens, D model width, F neurons of the layer, N of the block, W word
 experts of a token."""
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, addressof, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, c_int32, c_int64, c_void_p, pointer
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gate import Gate, GateStruct
 from hotsplit.runtime.ops.structs import MAX_ROWS, MatrixStruct, Structs, members
+from hotsplit.runtime.weights.drive import Arriving, DriveStruct
 from hotsplit.runtime.weights.expert_block import ExpertBlock, UnitBlock
 from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
@@ -33,11 +35,29 @@ class BlockStruct(Structure):
     ]
 
 
+class StackStruct(Structure):
+    _fields_ = [
+        ("matrix", MatrixStruct),
+        *members(c_int64, "offset stride"),
+        *members(c_int32, "file unused"),
+    ]
+
+
+class ArrivingStruct(Structure):
+    _fields_ = [
+        ("drive", POINTER(DriveStruct)),
+        *members(StackStruct, "gate up down"),
+        *members(c_void_p, "place expert worth"),
+        *members(c_int64, "num_slots layer"),
+    ]
+
+
 class ExpertsStruct(Structure):
     _fields_ = [
         ("first", BlockStruct),
         *members(c_void_p, "down_bias place"),
         *members(c_int64, "gate_bytes up_bytes down_bytes num_experts"),
+        ("arriving", POINTER(ArrivingStruct)),
     ]
 
 
@@ -71,15 +91,48 @@ def _experts_struct(structs: Structs, block: ExpertBlock) -> ExpertsStruct:
     stacks = (block.gate, block.up, block.down)
     gate_bytes, up_bytes, down_bytes = (0 if m is None else m.expert_bytes for m in stacks)
     structs.kept.append([None if m is None else m.data for m in stacks])
+    num_biases = len(block.down.data) if block.arriving is None else block.num_experts
     return ExpertsStruct(
         first=block_struct(structs, block.expert(0)),
-        down_bias=structs.vector(block.down.bias_PN, len(block.down.data), block.width),
+        down_bias=structs.vector(block.down.bias_PN, num_biases, block.width),
         place=None if block.place_E is None else structs.pointer(block.place_E, torch.int32),
         gate_bytes=gate_bytes,
         up_bytes=up_bytes,
         down_bytes=down_bytes,
         num_experts=block.num_experts,
+        arriving=None if block.arriving is None else _arriving_struct(structs, block.arriving),
     )
+
+
+def _arriving_struct(structs: Structs, arriving: Arriving) -> Any:
+    """A pointer to the struct of a layer's slots."""
+    gate, *up, down = (
+        StackStruct(
+            matrix=MatrixStruct(
+                num_rows=stack.num_rows,
+                num_columns=stack.width,
+                stride=stack.row_bytes,
+                kind=library.kind_code(stack.kind),
+            ),
+            offset=stack.offset,
+            stride=stack.stride,
+            file=stack.file,
+        )
+        for stack in arriving.stacks
+    )
+    own = ArrivingStruct(
+        drive=pointer(arriving.drive.struct),
+        gate=gate,
+        up=up[0] if up else StackStruct(),
+        down=down,
+        place=structs.pointer(arriving.place_E, torch.int32),
+        expert=structs.pointer(arriving.expert_S, torch.int32),
+        worth=structs.pointer(arriving.worth_E, torch.float32),
+        num_slots=len(arriving.expert_S),
+        layer=arriving.layer,
+    )
+    structs.kept.append((own, arriving.drive))
+    return pointer(own)
 
 
 def feed_forward_struct(

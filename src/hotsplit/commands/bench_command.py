@@ -47,6 +47,7 @@ _LENGTHS = common.Parsed("N[,N...]", _lengths)
 )
 @long_text_options
 @neuron_cache_option
+@common.ram_option
 @common.running_options
 @common.json_option
 def bench(

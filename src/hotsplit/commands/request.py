@@ -61,6 +61,7 @@ request_options = common.joined(
     decoding_options,
     common.placement_options,
     neuron_cache_option,
+    common.ram_option,
     common.running_options,
     common.force_option,
     common.json_option,

@@ -70,6 +70,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @sampling_options
 @speculation_options
 @long_text_options
+@common.ram_option
 @common.running_options
 @common.json_option
 def serve(

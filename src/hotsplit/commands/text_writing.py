@@ -236,6 +236,7 @@ def _report(
     from hotsplit.runtime.kernels.threads import threads_in_use
 
     roles, cache, num_threads = engine.bytes_by_role, engine.neuron_cache, threads_in_use()
+    drive = engine.drive
     memory = [asdict(report) for report in engine.memory_report()]
     runs = engine.last_runs if request.is_many else [engine.last_run]
     texts = [
@@ -259,6 +260,7 @@ def _report(
         "memory": memory,
         **({} if seed is None else {"seed": seed}),
         **({} if cache is None else {"neuron_cache": cache.facts}),
+        **({} if drive is None else {"drive": drive.facts}),
     }
     places = [
         f"{role.upper()} role {format_bytes(sum(items.values()))}" for role, items in roles.items()
@@ -277,7 +279,8 @@ def _report(
         parts.append(f"seed {seed}")
     ends = ["Ctrl-C or a signal" if r.stopped_by == NOT_STOPPED else r.stopped_by for r in runs]
     parts.append(f"stopped by {', '.join(dict.fromkeys(ends))}")
-    return report, [f"[{'; '.join(parts)}]", *([] if cache is None else [f"[{cache.line}]"])]
+    beside = [f"[{each.line}]" for each in (cache, drive) if each is not None]
+    return report, [f"[{'; '.join(parts)}]", *beside]
 
 
 def _speed(runs: "list[Run]") -> str:

@@ -302,6 +302,15 @@ def prefetch(entry: TensorEntry) -> None:
     _advise(entry, "MADV_WILLNEED")
 
 
+def place_in_file(entry: TensorEntry) -> tuple[int, int] | None:
+    """(where the first matrix of a stored tensor of matrices [E, N, D] begins in its file, bytes
+    from there to the next); None unless each is contiguous there."""
+    raw = entry.read()
+    mapping, begin = _mapped_at(raw)
+    is_whole = raw.ndim == 3 and raw[:1].flags.c_contiguous
+    return (begin, raw.strides[0]) if mapping is not None and is_whole else None
+
+
 def _advise(entry: TensorEntry, advice: str) -> None:
     """Calls madvise on a tensor's pages if it is mapped and the system knows this advice."""
     raw = entry.in_file.read()

@@ -32,6 +32,7 @@ class EngineOptions(TypedDict, total=False):
     device: str | None
     context_length: int | None
     is_resident: bool | None
+    ram_bytes: int | None
     graph: bool
     cpu_ffn: bool
     num_sequences: int
@@ -63,6 +64,10 @@ class EngineConfig:
     is_resident: true copies the CPU's weights into memory, in the layout for decoding; false leaves
     them in the mapped file, which loads at once but decodes more slowly; None copies them if the
     CPU needs at most nine tenths of the free memory.
+
+    ram_bytes: main memory that the process takes at most: weights, keys and values, temporaries and
+    what Python needs; None: what is free. Experts of a mixture that do not fit are read from the
+    model's file when a token has chosen them.
 
     graph: whether a step on CUDA is captured as a CUDA graph; without one, results are the same and
     decoding is slower, but can be debugged.
@@ -100,6 +105,7 @@ class EngineConfig:
     device: str | None = None
     context_length: int | None = None
     is_resident: bool | None = None
+    ram_bytes: Annotated[int, Interval(ge=1)] | None = None
     graph: bool = True
     cpu_ffn: bool = False
     num_sequences: Annotated[int, Interval(ge=1, le=MAX_SEQUENCES)] = 1

@@ -33,7 +33,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("Constrained output", "json_schema grammar regex"),
     ("Speculative decoding", "spec_type model_draft draft_max"),
     ("KV cache", "cache_type_k cache_type_v kv_offload"),
-    ("Computation", "split cpu_ffn mode max_loss neuron_cache threads device"),
+    ("Computation", "split cpu_ffn mode max_loss neuron_cache ram_bytes threads device"),
 )
 _TITLES = {name: title for title, names in reversed(GROUPS) for name in names.split()}
 

@@ -224,6 +224,13 @@ host_budget_option = option_table(
     "--host-budget | host_budget_bytes: size | Main memory to use, e.g. 16GiB. [default: all of it]"
 )
 
+ram_option = option_table(
+    """
+--ram | ram_bytes: size | Main memory that the process takes at most, e.g. 16GiB; experts of a
+    mixture that do not fit are read from the drive. [default: what is free]
+"""
+)
+
 
 def _checked(check: Callable[[Any], None]) -> Callable[[click.Context, click.Parameter, Any], Any]:
     """A callback that refuses a wrong value before the command imports anything."""

@@ -1,0 +1,86 @@
+"""Decides whether experts of a mixture are read from the drive while it runs, and how many of each
+layer have slots in main memory.
+
+Letters: L layers, E experts of a layer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.part_bytes import Items, most_units
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.tensors import in_layout
+from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions
+from hotsplit.runtime.neuron_cache.policy import CachePolicy
+from hotsplit.runtime.resolved_options import room_for_weights
+from hotsplit.runtime.weights.drive import Drive, transit_bytes, why_not
+from hotsplit.system.sizes import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSlots:
+    """`num_slots_L`: of each layer, 0 in layers without experts."""
+
+    drive: Drive
+    num_slots_L: tuple[int, ...]
+
+    def start(self) -> None:
+        """Starts the drive's threads, with scores of experts that begin at zero."""
+        num_layers, num_experts = len(self.num_slots_L), self.drive.num_experts
+        first_LE = np.zeros((num_layers, num_experts))
+        none, zeros_L = np.zeros(0, np.int32), np.zeros(num_layers)
+        times = {name: zeros_L for name in CacheCosts.__dataclass_fields__ if name.endswith("_L")}
+        costs = CacheCosts(**times, rest_s=0.0, copy_s=0.0)
+        options = CacheOptions(burst_weight=0.0)
+        policy = CachePolicy([none] * num_layers, first_LE, costs, options, "experts")
+        self.drive.start(*policy.learning, policy)
+
+
+def expert_slots(model: ModelFile, on_cpu: Items, ram_bytes: int | None) -> ExpertSlots | None:
+    """The slots of a model that is larger than main memory, on the CPU alone; None if it is not, or
+    if its experts cannot be read one by one, or the rest is larger than what is free. `on_cpu`: the
+    bytes of the whole model. Raises HotsplitError if the rest does not fit into `ram_bytes`."""
+    room, layers = room_for_weights(ram_bytes), model.spec.layers
+    if sum(on_cpu.values()) <= room or not model.spec.has_experts or model.layout != "stock":
+        return None
+    entries = {
+        index: _experts_of(model, index)
+        for index, layer in enumerate(layers)
+        if layer.neurons.are_experts
+    }
+    if any(why_not(entry) for own in entries.values() for entry in own):
+        return None
+    # Of an embedding of its own, a token reads a row in the file.
+    rest = sum(on_cpu.values()) - on_cpu["neurons"] - on_cpu["embedding"]
+    rest += transit_bytes(entries)
+    expert_L = {i: sum(e.num_bytes // e.shape[0] for e in own) for i, own in entries.items()}
+    of_all = sum(expert_L.values())
+    num_slots = slots_in(room - rest, of_all)
+    if num_slots < 1:
+        if ram_bytes is None:
+            return None
+        needed = format_bytes(ram_bytes - room + rest + of_all)
+        raise HotsplitError(
+            f"{model.path}: with its experts on the drive, needs {needed} of main memory at least,"
+            f" and --ram is {format_bytes(ram_bytes)}; give more, or a smaller --context"
+        )
+    num_slots_L = [
+        min(num_slots, layer.neurons.num_experts) if index in entries else 0
+        for index, layer in enumerate(layers)
+    ]
+    drive = Drive(model.path, entries, most_units(model.spec))
+    return ExpertSlots(drive=drive, num_slots_L=tuple(num_slots_L))
+
+
+def slots_in(num_bytes: int, expert_bytes: int) -> int:
+    """The slots of each layer; `expert_bytes`: one in every layer."""
+    return num_bytes // expert_bytes
+
+
+def _experts_of(model: ModelFile, layer: int) -> list[TensorEntry]:
+    """Gate, up (if there is one) and down of a layer's experts."""
+    neurons = model.spec.layers[layer].neurons
+    down = in_layout(f"{neurons.down_name}.weight", model.layout)
+    return [model.entry(layer, name) for name in (*(f"{n}.weight" for n in neurons.matrices), down)]
