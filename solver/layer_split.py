@@ -47,7 +47,7 @@ def layer_split(inputs: Inputs) -> LayerSplit:
     num_layers = inputs.model.spec.num_layers
     sizes = [kept_bytes(inputs, layer) for layer in range(num_layers)]
     for first, has_head in [(0, True), *((first, False) for first in range(num_layers + 1))]:
-        home = _homes(inputs, sizes[first:] + [head_bytes(inputs.model)] * has_head)
+        home = homes_of(inputs, sizes[first:] + [head_bytes(inputs.model)] * has_head)
         if home is not None:
             return LayerSplit(
                 seconds=split_seconds(inputs, first, home, has_head),
@@ -114,7 +114,7 @@ def without_experts(inputs: Inputs) -> PipelinePlacement | None:
     is_dense_L = ~units.has_experts_L
     sizes = [kept_bytes(inputs, layer, has_experts=False) for layer in range(len(is_dense_L))]
     for has_head in (True, False):
-        homes = _homes(inputs, sizes + [head_bytes(inputs.model)] * has_head)
+        homes = homes_of(inputs, sizes + [head_bytes(inputs.model)] * has_head)
         if homes is not None:
             home = homes if has_head else [*homes, homes[-1]]
             return PipelinePlacement(
@@ -128,7 +128,7 @@ def without_experts(inputs: Inputs) -> PipelinePlacement | None:
     return None
 
 
-def _homes(inputs: Inputs, sizes: list[int]) -> list[int] | None:
+def homes_of(inputs: Inputs, sizes: list[int]) -> list[int] | None:
     """The GPU of each of these items, in order; None if they do not fit."""
     homes = list[int]()
     gpu, room = -1, -1

@@ -20,7 +20,7 @@ import numpy as np
 from hotsplit.costs.part_bytes import head_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.solver.inputs import Inputs
-from hotsplit.solver.layer_split import kept_bytes, layer_split
+from hotsplit.solver.layer_split import homes_of, kept_bytes, split_seconds
 from hotsplit.solver.llamacpp import ALL, Told
 from hotsplit.solver.llamacpp_speed import Division, step_seconds
 
@@ -64,20 +64,28 @@ def several(inputs: Inputs, home_I: np.ndarray, rpc: Sequence[str] = ()) -> list
 
 
 def _whole_layers(inputs: Inputs, named: tuple[str, ...]) -> Told:
+    """The head and as many of the last layers as fit, the GPUs filled in order."""
     model, num_layers = inputs.model, inputs.model.spec.num_layers
-    split = layer_split(inputs)
-    counts = np.bincount(split.homes, minlength=len(inputs.budgets))
-    count = len(split.homes)
-    if split.num_layers == num_layers and split.has_head:
-        ahead = model.num_skipped + (model.spec.draft is not None)  # layers, to llama.cpp
-        counts[split.homes[-1]] += ahead
-        count += ahead
-    words = f"{split.num_layers} of {num_layers} layers on the GPUs"
+    sizes = [kept_bytes(inputs, layer) for layer in range(num_layers)]
+    for first in range(num_layers + 1):
+        homes = homes_of(inputs, [*sizes[first:], head_bytes(model)])
+        if homes is not None:
+            break
+    else:
+        seconds = split_seconds(inputs, num_layers, [], False)
+        return Told(arguments=(*named, "-ngl", "0"), words="all on the CPU", seconds=seconds)
+    counts = np.bincount(homes, minlength=len(inputs.budgets))
+    counts[homes[-1]] += _ahead(inputs)
     return Told(
-        arguments=(*named, "-ngl", str(count), "-ts", _joined(counts)),
-        words=words,
-        seconds=split.seconds,
+        arguments=(*named, "-ngl", str(counts.sum()), "-ts", _joined(counts)),
+        words=f"the head and {num_layers - first} of {num_layers} layers on the GPUs",
+        seconds=split_seconds(inputs, first, homes, True),
     )
+
+
+def _ahead(inputs: Inputs) -> int:
+    """Layers that predict tokens further ahead, which llama.cpp counts before the head."""
+    return inputs.model.num_skipped + (inputs.model.spec.draft is not None)
 
 
 def _without_some_experts(
@@ -103,7 +111,7 @@ def _without_some_experts(
             elif layers[layer].route is not None:
                 cold.append(layer)
     counts = np.bincount(home_I, minlength=len(inputs.budgets))
-    counts[home_I[-1]] += model.num_skipped + (model.spec.draft is not None)
+    counts[home_I[-1]] += _ahead(inputs)
     there = "|".join(map(str, sorted(cold)))
     pattern = rf"blk\.({there})\.ffn_(gate|up|down|gate_up)_exps\.=CPU"
     division = Division(homes=tuple(home_I[:-1].tolist()), cold=cold, head=int(home_I[-1]))

@@ -204,6 +204,22 @@ def test_several_gpus_hold_what_the_options_put_there(homes, shares):
     assert (shares == (1.0,) * len(shares)) == (not cold)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_whole_layers_of_several_gpus_fit(share):
+    """The head comes first, as in llama.cpp since 2025."""
+    homes = (0, 0, 0, 1, 1, 1, 1)
+    inputs = of_gpus((share, share), homes)
+    way = next(w for w in several(inputs, np.array(homes)) if "999" not in w.arguments)
+    found, cold = placed_by_llamacpp(way.arguments, 6)
+    first = 6 - (len(found) - 1)
+    assert not cold and found == sorted(found) and f"{6 - first} of 6 layers" in way.words
+    for gpu, budget in enumerate(inputs.budgets):
+        own = [kept_bytes(inputs, first + n) for n, home in enumerate(found[:-1]) if home == gpu]
+        head = head_bytes(inputs.model) * (found[-1] == gpu)
+        assert inputs.workspace + sum(own) + head <= budget
+    assert first, "all would fit"
+
+
 def test_hosts_are_checked():
     homes = np.array((0, 0, 0, 1))
     inputs = of_gpus((1.0, 1.0), homes)
