@@ -15,8 +15,9 @@ PROMPTS = (5, 64, 256)
 SMOLLM2 = "SmolLM2-135M-Instruct"
 
 
-def chat(kind: str, name: str = f"chat-model-{ZEN_4}", threads: int = 2) -> Any:
-    return result(name)["types"][kind][str(threads)]
+def chat(kind: str, name: str = f"chat-model-{ZEN_4}") -> Any:
+    """A type's measurements with two threads."""
+    return result(name)["types"][kind]["2"]
 
 
 def chat_model_of(columns: list[tuple[str, Any]]) -> str:
@@ -197,12 +198,6 @@ def chat_model() -> str:
             for label, name in processors.items()
             for kind in TYPES
         ]
-    )
-
-
-def chat_model_one_thread() -> str:
-    return chat_model_of(
-        [(f"Zen 5: {kind}", chat(kind, f"chat-model-{ZEN_5}", threads=1)) for kind in TYPES]
     )
 
 
@@ -409,7 +404,6 @@ def prefill_planted() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "chat-model": chat_model,
-    "chat-model-one-thread": chat_model_one_thread,
     "downloaded": downloaded,
     "types": types,
     "chat-model-forced": chat_model_forced,
