@@ -325,6 +325,8 @@ def context_of(model: ModelFile, plan: Split | None, asked: int | None) -> int:
     if asked > longest:
         rotary = model.spec.rotary
         hint = "; --rope-scaling yarn stretches it" if rotary and not rotary.factors else ""
+        limit = model.spec.context_limit
+        hint = f": {limit}" if limit else hint
         raise HotsplitError(
             f"context of {asked} asked for, but the model has up to {longest}{hint}"
         )

@@ -317,8 +317,9 @@ def _check_profile(inputs: Inputs) -> None:
             " add predictors with hotsplit convert --predictors"
         )
     if inputs.context_length > model.spec.context_length:
+        hint = "; --rope-scaling yarn extends it" if model.spec.rotary else ""
+        limit = model.spec.context_limit
         raise HotsplitError(
             f"a context of {inputs.context_length} tokens; {model_path} was made for"
-            f" {model.spec.context_length}"
-            f"{'; --rope-scaling yarn extends it' if model.spec.rotary else ''}"
+            f" {model.spec.context_length}{f': {limit}' if limit else hint}"
         )

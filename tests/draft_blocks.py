@@ -5,13 +5,28 @@ import json
 import torch
 from checkpoints import random_model
 from safetensors.torch import load_file, save_file
-from test_families import DEEPSEEK, DELTA, EQUAL, GATED, GLM, HUNYUAN3, MOE, ODD, SHARED, TIED
+from test_families import (
+    DEEPSEEK,
+    DELTA,
+    EQUAL,
+    GATED,
+    GLM,
+    HUNYUAN3,
+    MOE,
+    NEMOTRON_3,
+    ODD,
+    SHARED,
+    TIED,
+    blocks,
+)
 from transformers import (
     AutoModelForCausalLM,
     Cohere2MoeConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     HYV3Config,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -34,6 +49,12 @@ CASES = {
     "glm4moe": Glm4MoeConfig(**GLM | ODD, head_dim=32, first_k_dense_replace=1, use_qk_norm=True),
     "hunyuan3": HYV3Config(**HUNYUAN3 | ODD, head_dim=24),
     "glm47moe": Glm4MoeLiteConfig(**DEEPSEEK | {"rms_norm_eps": 1e-6}),
+    "nemotron3": NemotronHConfig(
+        **NEMOTRON_3 | ODD,
+        layers_block_type=blocks("ME*EM"),
+        moe_latent_size=40,
+        moe_shared_expert_intermediate_size=45,
+    ),
     "qwen35": Qwen3_5TextConfig(**GATED | ODD | FOUR | TIED, linear_conv_kernel_dim=3),
     "qwen35moe": Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED),
     "qwen3next": Qwen3NextConfig(**MOE | ODD | FOUR | SHARED, mlp_only_layers=[0]),
@@ -46,9 +67,69 @@ _OF_MTP = dict(
 )
 
 
+def _random_with_two_layers(folder, config, seed):
+    """The same of a Nemotron 3: a layer of attention and one of experts."""
+    folder = random_model(folder, config, seed=seed)
+    weights, size = load_file(folder / "model.safetensors"), config.hidden_size
+    draw = torch.Generator().manual_seed(seed)
+    for number, kind in enumerate(("full_attention", "moe")):
+        prefix = f"layers.{config.layers_block_type.index(kind)}."
+        for name, values in list(weights.items()):
+            _, found, own = name.partition(prefix)
+            if found:
+                order = torch.randperm(len(values), generator=draw)
+                weights[f"mtp.layers.{number}.{own}"] = values[order].clone()
+    weights["mtp.layers.0.eh_proj.weight"] = torch.randn(size, 2 * size, generator=draw) * 0.1
+    for name in ("layers.0.enorm", "layers.0.hnorm", "layers.1.final_layernorm"):
+        weights[f"mtp.{name}.weight"] = torch.randn(size, generator=draw) * 0.2 + 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _logits_of_two_layers(folder, ids):
+    """The same of a Nemotron 3, whose block transformers does not run: as a model of its two layers
+    that reads their input."""
+    weights = load_file(folder / "model.safetensors")
+    model = NemotronHForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
+    own = {n.removeprefix("mtp."): v for n, v in weights.items() if n.startswith("mtp.")}
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"layers_block_type": ["full_attention", "moe"], "num_hidden_layers": 2}
+    config.pop("layer_types", None)
+    (beside := folder.parent / "block").mkdir(exist_ok=True)
+    (beside / "config.json").write_text(json.dumps(config))
+    outer = {name: each for name, each in weights.items() if "layers." not in name}
+    prefix = next(name.partition("layers.")[0] for name in weights if "backbone.layers" in name)
+    inner = {prefix + name: each for name, each in own.items()}
+    save_file(outer | inner, beside / "model.safetensors", {"format": "pt"})
+    block = NemotronHForCausalLM.from_pretrained(beside, experts_implementation="eager").model
+    block.eval()
+    block.norm_f = torch.nn.Identity()
+    epsilon = config["layer_norm_epsilon"]
+
+    def run(hidden, ids):
+        embedded = model.model.embeddings(torch.tensor([ids]))
+        joined = [
+            torch.nn.functional.rms_norm(x, x.shape[-1:], own[f"layers.0.{n}.weight"], epsilon)
+            for n, x in (("enorm", embedded), ("hnorm", hidden))
+        ]
+        z = torch.cat(joined, -1) @ own["layers.0.eh_proj.weight"].T
+        x = block(inputs_embeds=z).last_hidden_state
+        weight = own["layers.1.final_layernorm.weight"]
+        x = torch.nn.functional.layer_norm(x, x.shape[-1:], weight, None, epsilon)
+        return x, model.lm_head(x)
+
+    hidden = model.model(torch.tensor([ids])).last_hidden_state[:, :-1]
+    after, logits = run(hidden, ids[1:])
+    guess = int(logits[0, -1].argmax())
+    _, chained = run(torch.cat([hidden, after[:, -1:]], 1), [*ids[1:], guess])
+    return logits[0], chained[0, -1]
+
+
 def random_with_block(folder, config, *, seed=0):
     """A checkpoint with a block, whose layer has the values of the last one that attends in another
     order, under the names that its family has."""
+    if config.model_type == "nemotron_h":
+        return _random_with_two_layers(folder, config, seed)
     folder = random_model(folder, config, seed=seed)
     weights, layers = load_file(folder / "model.safetensors"), config.num_hidden_layers
     is_mtp, size = "qwen" in config.model_type, config.hidden_size
@@ -81,6 +162,8 @@ def logits_of_transformers(folder, ids):
     """The block's guesses after each token but the first, f32 [T - 1, V], and, made from its own
     hidden state, the one after its first guess beyond the text [V]."""
     config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "nemotron_h":
+        return _logits_of_two_layers(folder, ids)
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
     own = r"^mtp.*" if "qwen" in config["model_type"] else rf"layers\.{len(model.model.layers)}.*"
     model._keys_to_ignore_on_load_unexpected = [own]

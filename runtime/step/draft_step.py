@@ -81,7 +81,8 @@ class _HybridBlock:
 
     def __init__(self, step: HybridStep, norm: Norm) -> None:
         """`norm`: the block's output norm."""
-        self._step, self._norm = step, replace(norm, weight_D=norm.weight_D.cpu())
+        bias_D = None if norm.bias_D is None else norm.bias_D.cpu()
+        self._step, self._norm = step, replace(norm, weight_D=norm.weight_D.cpu(), bias_D=bias_D)
         self.max_rows, hidden_TD = step.max_rows, step.host.values["hidden"]
         self.shared = {"hidden": hidden_TD, "head_in": torch.zeros(1, hidden_TD.shape[1])}
 

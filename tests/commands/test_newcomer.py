@@ -512,7 +512,7 @@ def test_the_refusal_of_a_gguf_says_why(tmp_path, key, why):
     with pytest.raises(HotsplitError, match=why):
         ModelFile.of(tmp_path, keys | {"general.architecture": "llama"}, model.tensors)
     for name, reason in (
-        ("glm-dsa", "attention to keys that an indexer chooses"),
+        ("glm5-next", "attention to pooled keys that an indexer chooses"),
         ("eagle3", "an EAGLE draft model, which reads hidden states"),
         ("dflash", "a DFlash draft model, which guesses a block of tokens"),
     ):

@@ -337,6 +337,13 @@ def _latent(header: Header) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "attn_k_b.weight", (heads, size, plain)
         yield "attn_v_b.weight", (heads, value, size)
     yield "attn_output.weight", (width, heads * value)
+    if "indexed" in header.marks:
+        count, of_head = (number(f"attention.indexer.{n}") for n in ("head_count", "key_length"))
+        yield "indexer.attn_q_b.weight", (count * of_head, rank)
+        yield "indexer.attn_k.weight", (of_head, width)
+        yield "indexer.k_norm.weight", (of_head,)
+        yield "indexer.k_norm.bias", (of_head,)
+        yield "indexer.proj.weight", (count, width)
 
 
 def _is_wide(header: Header, layer: int) -> bool:
@@ -401,8 +408,12 @@ def _feed_forward(header: Header, layer: int) -> Iterator[tuple[str, tuple[int, 
         yield "ffn_gate_inp.weight", (number, width)
         if "no_gate" not in marks:
             yield "ffn_gate_exps.weight", (number, each, width)
-        yield "ffn_up_exps.weight", (number, each, width)
-        yield "ffn_down_exps.weight", (number, width, each)
+        latent = cast(int, header.keys.get("moe_latent_size", width))
+        yield "ffn_up_exps.weight", (number, each, latent)
+        yield "ffn_down_exps.weight", (number, latent, each)
+        if latent != width:
+            yield "ffn_latent_down.weight", (latent, width)
+            yield "ffn_latent_up.weight", (width, latent)
         if "choice_bias" in marks:
             yield "exp_probs_b" if header.architecture == "hy_v3" else "exp_probs_b.bias", (number,)
         if "expert_biases" in marks:
@@ -511,6 +522,7 @@ _GEMMA4 = {
     "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, 1, 1, 1],
     "tokenizer.ggml.merges": ["a b"],
 }
+_SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
 _NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 # Values of each layer, by the name of the file and of the key.
 _OF_LAYERS: dict[str, dict[str, object]] = {
@@ -520,6 +532,10 @@ _OF_LAYERS: dict[str, dict[str, object]] = {
     "Nemotron-3-Nano-30B-A3B-Q4_K_M": {
         "attention.head_count_kv": [2 * (letter == "*") for letter in _NANO],
         "feed_forward_length": [1856 * (letter == "E") for letter in _NANO],
+    },
+    "Nemotron-3-Super-120B-A12B-Q4_K_M": {
+        "attention.head_count_kv": [2 * (letter == "*") for letter in _SUPER],
+        "feed_forward_length": [2688 * (letter == "E") for letter in _SUPER],
     },
     "Kimi-Linear-48B-A3B-Instruct-Q4_K_M": {
         "attention.head_count_kv": [int(n in (3, 7, 11, 15, 19, 23, 26)) for n in range(27)]
@@ -621,6 +637,16 @@ DeepSeek-R1-Distill-Llama-8B-Q8_0 llama llama-bpe 32,4096,14336,32,8,128,128256 
 DeepSeek-V3-Q4_K_M deepseek2 deepseek-v3 61,7168,18432,128,1,576,129280 marks=latent,choice_bias
   experts=[256,8,2048,2048,3] *latent *yarn_of_v3 attention.q_lora_rank=1536
   expert_weights_scale=2.5 expert_group_count=8 expert_group_used_count=4
+DeepSeek-V3.2-Q4_K_M deepseek32 deepseek-v3 61,7168,18432,128,1,576,129280
+  marks=latent,choice_bias,indexed experts=[256,8,2048,2048,3] *latent *yarn_of_v3
+  attention.q_lora_rank=1536 expert_weights_scale=2.5 expert_group_count=8
+  expert_group_used_count=4 attention.indexer.head_count=64 attention.indexer.key_length=128
+  attention.indexer.top_k=2048
+GLM-5.1-Q4_K_M glm-dsa glm4 78,6144,12288,64,1,576,154880 marks=latent,choice_bias,indexed
+  experts=[256,8,2048,2048,3] *latent attention.q_lora_rank=2048 attention.key_length_mla=256
+  attention.value_length_mla=256 attention.layer_norm_rms_epsilon=1e-05 expert_weights_scale=2.5
+  context_length=202752 attention.indexer.head_count=32 attention.indexer.key_length=128
+  attention.indexer.top_k=2048
 DeepSeek-V2-Lite-Chat-Q4_K_M deepseek2 deepseek-llm 27,2048,10944,16,1,576,102400 marks=latent
   experts=[64,6,1408,2816,1] *latent *yarn_of_v3 rope.scaling.yarn_log_multiplier=0.0707
   expert_shared_count=2 expert_weights_norm=null expert_gating_func=null expert_weights_scale=1.0
@@ -662,6 +688,12 @@ Nemotron-3-Nano-30B-A3B-Q4_K_M nemotron_h_moe tekken 52,2688,1856,32,2,128,13107
   attention.layer_norm_epsilon=1e-05 rope.dimension_count=84 expert_feed_forward_length=1856
   expert_shared_feed_forward_length=3712 expert_shared_count=1 expert_weights_norm=true
   expert_weights_scale=2.5 expert_group_count=1 context_length=1048576
+Nemotron-3-Super-120B-A12B-Q4_K_M nemotron_h_moe tekken 88,4096,2688,32,2,128,131072
+  marks=mamba,single,no_gate,choice_bias experts=[512,22,2688,5376,0] ssm.conv_kernel=4
+  ssm.state_size=128 ssm.group_count=8 ssm.inner_size=8192 ssm.time_step_rank=128
+  attention.layer_norm_epsilon=1e-05 expert_feed_forward_length=2688 moe_latent_size=1024
+  expert_shared_feed_forward_length=5376 expert_shared_count=1 expert_weights_norm=true
+  expert_weights_scale=5.0 expert_group_count=1 context_length=262144
 Falcon-H1-7B-Instruct-Q4_K_M falcon-h1 falcon3 44,3072,12288,12,2,128,130048 marks=both
   ssm.conv_kernel=4 ssm.state_size=256 ssm.group_count=1 ssm.inner_size=3072 ssm.time_step_rank=24
 jamba-v0.1-Q4_K_M jamba llama 1,4096,14336,32,8,128,65536

@@ -29,6 +29,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import gguf_names
 from hotsplit.files.gguf_file import array_entry, write_gguf
 from hotsplit.measure.evaluate.verify_conversion import verify
+from hotsplit.model.spec_facts import spec_facts
 from hotsplit.model.tensors import is_neuron_major
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.workspace import workspace_bytes
@@ -171,6 +172,7 @@ DEEPSEEK = LATENT | {
     "num_experts_per_tok": 3,
 }
 GROUPED = {"n_group": 4, "topk_group": 2}
+INDEXED = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 4}
 LFM2 = {
     "num_hidden_layers": 5,
     "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
@@ -697,6 +699,13 @@ CASES = {
     # As V2-Lite is.
     "deepseek2moe-lite": hf.DeepseekV2Config(
         **DEEPSEEK | ODD | {"q_lora_rank": None}, rope_parameters=MSCALE
+    ),
+    # Texts of as many tokens as their indexers choose.
+    "deepseek32moe": hf.DeepseekV32Config(
+        **DEEPSEEK | GROUPED | INDEXED | ODD, rope_parameters=MSCALE
+    ),
+    "glm5moe": hf.GlmMoeDsaConfig(
+        **DEEPSEEK | INDEXED, rms_norm_eps=1e-3, indexer_types=["full", "shared", "full"]
     ),
     "deepseek3moe": hf.DeepseekV3Config(**DEEPSEEK | GROUPED | ODD, rope_parameters=MSCALE),
     "deepseek3moe-other-epsilon": hf.DeepseekV3Config(
@@ -1433,6 +1442,28 @@ def test_a_graph_that_would_be_computed_wrongly_is_refused(checkpoints, tmp_path
     with pytest.raises(HotsplitError, match=words):
         converted(folder, tmp_path / "m.gguf")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_texts_are_as_long_as_what_an_indexer_chooses(checkpoints, tmp_path):
+    """The tensors of indexers in a GGUF are left out, too."""
+    path = converted(checkpoints("glm5moe"), tmp_path / "m.gguf", outtype="f32")
+    model = ModelFile.load(path)
+    keys = {**model._own_keys(), **model.extra_keys}
+    assert keys["glm-dsa.context_length"] == 64 and model.spec.context_length == 12
+    indexer = {
+        f"blk.{layer}.indexer.{name}": array_entry(np.ones(shape, np.float32), "f32")
+        for layer in range(3)
+        for name, shape in (("attn_k.weight", (16, 64)), ("k_norm.bias", (16,)))
+    }
+    write_gguf(path := tmp_path / "all.gguf", "glm-dsa", keys, {**model.tensors, **indexer})
+    with Engine.load(path, mode="dense") as engine:
+        assert engine.context_length == 12
+        assert rel_error(engine.logits(IDS), transformers_logits(checkpoints("glm5moe"))) < 1e-5
+    words = "beyond 12 tokens an indexer chooses what is attended to"
+    for more in ({"context_length": 13}, {"rope_scaling": "yarn", "rope_scale": 2.0}):
+        with pytest.raises(HotsplitError, match=words):
+            Engine.load(path, **more)
+    assert words in dict(spec_facts(model.spec))["context"]
 
 
 def test_a_file_whose_layers_all_attend_is_refused(checkpoints, tmp_path):

@@ -427,7 +427,9 @@ def with_rope_scaling(
         return model
     spec, rotary = model.bare_spec, model.bare_spec.rotary
     why = None
-    if rotary is None:
+    if spec.context_limit:
+        why = spec.context_limit
+    elif rotary is None:
         why = "its positions are learned"
     elif rotary.scaling.kind == "linear":
         why = f"it was trained with positions divided by {rotary.scaling.factor:g}"

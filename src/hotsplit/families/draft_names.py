@@ -13,13 +13,18 @@ _OF_MTP = {
     "pre_fc_norm_hidden.": "hnorm.",
     "norm.": "shared_head.norm.",
     "layers.0.": "",
+    # Nemotron 3 has two layers of a block each, attention and experts.
+    "layers.1.norm.": "second_norm.",
+    "layers.1.mixer.": "mixer.",
+    "layers.1.final_layernorm.": "final_layernorm.",
 }
 _NAMES = {
     "eh_proj": JOIN,
     "enorm": OF_EMBEDDING,
     "hnorm": OF_HIDDEN,
     "shared_head.norm": OUTPUT_NORM,
-    "final_layernorm": OUTPUT_NORM,  # Hunyuan 3
+    "final_layernorm": OUTPUT_NORM,  # Hunyuan 3, Nemotron 3
+    "second_norm": "post_attention_norm",
     "embed_tokens": "nextn.embed_tokens",
     "shared_head.head": "nextn.shared_head_head",
 }

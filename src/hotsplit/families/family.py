@@ -10,6 +10,7 @@ import gguf
 from hotsplit.families.blueprint import NameOf, Sources
 from hotsplit.families.rope_scalings import Rope
 from hotsplit.files.gguf_file import TensorEntry, Value
+from hotsplit.model.draft_block import with_draft_block
 from hotsplit.model.neurons import ACTIVATIONS
 from hotsplit.model.spec import Activation, ModelSpec
 
@@ -46,7 +47,8 @@ class Architecture:
     `stock_activations` and `stock_options`: what llama.cpp's graph of this name computes and loads;
     () if it has none; `not_in_stock` says what else of a spec it would compute otherwise.
     `apart` takes apart what files of llama.cpp's converter have in one tensor, and `joined` makes
-    one of what its graph wants in one. `runs_draft_block`: where its files have one, it is used.
+    one of what its graph wants in one. `runs_draft_block`: where its files have one, it is used;
+    `with_draft` adds it to a spec.
     `is_assistant`: its files are draft models, which run beside a main model alone.
     `fuses_attention`: its queries, keys and values are one
     matrix; what others have in one is taken apart before `of_keys`. `usual_keys`: a file's keys as
@@ -58,6 +60,7 @@ class Architecture:
     options: tuple[str, ...] = ()
     fuses_attention: bool = False
     runs_draft_block: bool = True
+    with_draft: Callable[[ModelSpec], ModelSpec] = with_draft_block
     is_assistant: bool = False
     stock_activations: tuple[Activation, ...] = ("silu",)
     stock_options: tuple[str, ...] = ()

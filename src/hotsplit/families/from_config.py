@@ -124,6 +124,9 @@ def _blueprint(
         for key in ("attention.recurrent_layers", "attention.sliding_window_pattern"):
             if isinstance(has_L := keys.get(key), list):
                 keys[key] = [*has_L, False]
+        for key in ("attention.head_count_kv", "feed_forward_length"):  # it has both
+            if isinstance(count_L := keys.get(key), list):
+                keys[key] = [*count_L, max(count_L)]
     named = {"general.architecture": graph, **prefixed(graph, keys | {ACTIVATION: activation})}
     spec, _ = KeyReader(read.path, named, given).model(has_all=False)
     own = family.sources(spec, read)

@@ -16,7 +16,7 @@ from hotsplit.families.row_order import projections_apart
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.blocks import NormKind
-from hotsplit.model.draft_block import JOIN, with_draft_block
+from hotsplit.model.draft_block import JOIN
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
 from hotsplit.model.rope import FREQUENCIES, Pairing
 from hotsplit.model.spec import Activation, ModelSpec, Rotary
@@ -235,7 +235,7 @@ class KeyReader:
                 " prediction), which are not supported; give the file of the model itself"
             )
         if self.has_draft_block:
-            with_block = with_draft_block(spec)
+            with_block = self.graph.with_draft(spec)
             try:
                 tensors = self.graph.apart(with_block, dict(self.tensors))
                 if has_all:

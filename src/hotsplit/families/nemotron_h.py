@@ -15,21 +15,23 @@ from hotsplit.families.blueprint import NameOf, Sources
 from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.expert_keys import COUNTS, KEYS, expert_keys, experts_of_keys
 from hotsplit.families.family import UNGATED, Architecture, Family
-from hotsplit.families.key_reader import NORM_EPSILON, KeyReader
+from hotsplit.families.key_reader import DRAFT_LAYERS, NORM_EPSILON, KeyReader
 from hotsplit.families.mamba2_keys import CHANGES, mamba2_keys, mamba2_of_keys, with_step_bias
 from hotsplit.families.mamba2_keys import KEYS as MAMBA2
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Mixture
+from hotsplit.model.draft_block import with_draft_block
 from hotsplit.model.mamba2 import Mamba2
 from hotsplit.model.route import CHOICE_BIAS
-from hotsplit.model.spec import Attention, ModelSpec, Neurons
+from hotsplit.model.spec import Attention, LayerSpec, ModelSpec, Neurons, Norm
 
 KEY_HEADS, NEURONS = "attention.head_count_kv", "feed_forward_length"
+MIXTURES = ("nemotron_h_moe",)
 LATENT_SIZE = "moe_latent_size"  # of configs and keys alike
 _PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 _OLD = {"mamba": "linear_attention", "attention": "full_attention"}
-# Layers that only predict tokens further ahead.
+# A draft block that is not run: of a Nemotron-H without experts, or not the only one.
 LEFT_OUT = ("mtp.",)
 
 
@@ -161,6 +163,18 @@ def _latent_size(read: KeyReader, hidden_size: int) -> int | None:
     return size or None
 
 
+def with_draft(spec: ModelSpec) -> ModelSpec:
+    """The model with its draft block, a layer of attention and experts, each after a norm, and a
+    layer norm without a bias (src/models/nemotron-h.cpp of llama.cpp)."""
+    attends = next(layer for layer in reversed(spec.layers) if layer.attention is not None)
+    experts = next(layer for layer in spec.layers if layer.route is not None)
+    norm, *others = experts.blocks
+    assert isinstance(norm, Norm)
+    second = replace(norm, name="post_attention_norm")
+    layer = LayerSpec(blocks=(*attends.blocks, second, *others))
+    return with_draft_block(spec, layer, "layer_without_bias")
+
+
 def _not_in_stock(spec: ModelSpec) -> str | None:
     route = next((layer.route for layer in spec.layers if layer.route is not None), None)
     if route is not None and not route.has_choice_bias:
@@ -224,9 +238,11 @@ GRAPHS = tuple(
     Architecture(
         name=name,
         of_keys=of_keys,
-        known_keys=(*MAMBA2, *KEYS, LATENT_SIZE) if name == "nemotron_h_moe" else MAMBA2,
+        known_keys=(*MAMBA2, DRAFT_LAYERS, *((*KEYS, LATENT_SIZE) if name in MIXTURES else ())),
         stock_activations=("relu2",),
         not_in_stock=_not_in_stock,
+        runs_draft_block=name in MIXTURES,
+        with_draft=with_draft,
     )
-    for name in ("nemotron_h", "nemotron_h_moe")
+    for name in ("nemotron_h", *MIXTURES)
 )

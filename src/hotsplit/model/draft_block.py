@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hotsplit.model.blocks import Norm, Shapes
+from hotsplit.model.blocks import Norm, NormKind, Shapes
 from hotsplit.model.operations import PositionWise
-from hotsplit.model.spec import ModelSpec
+from hotsplit.model.spec import LayerSpec, ModelSpec
 
 JOIN, OF_EMBEDDING, OF_HIDDEN, OUTPUT_NORM = (
     f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")
@@ -47,17 +47,21 @@ class DraftInput(PositionWise):
         return {"x": hidden_size, HIDDEN: hidden_size}
 
 
-def with_draft_block(spec: ModelSpec) -> ModelSpec:
-    """The model with a draft block, whose layer is like the last one that attends, but attends to
-    all tokens and rotates (src/models/cohere2moe.cpp of llama.cpp)."""
-    layer = next(layer for layer in reversed(spec.layers) if layer.attention is not None)
-    layer = layer.with_attention(window=None, rotary=spec.rotary)
+def with_draft_block(
+    spec: ModelSpec, layer: LayerSpec | None = None, output_norm: NormKind | None = None
+) -> ModelSpec:
+    """The model with a draft block of this layer, by default one like the last that attends, but it
+    attends to all tokens and rotates (src/models/cohere2moe.cpp of llama.cpp). `output_norm`: its
+    kind; None: the model's."""
+    if layer is None:
+        layer = next(layer for layer in reversed(spec.layers) if layer.attention is not None)
+        layer = layer.with_attention(window=None, rotary=spec.rotary)
     norm = spec.output_norm
     assert norm is not None and norm.kind != "layer" and not spec.first and not spec.last
     block = replace(
         spec,
         layers=(layer,),
         first=(DraftInput(norm=norm, times=spec.logit_scale),),
-        output_norm=replace(norm, name=OUTPUT_NORM),
+        output_norm=replace(norm, name=OUTPUT_NORM, kind=output_norm or norm.kind),
     )
     return replace(spec, draft=block)

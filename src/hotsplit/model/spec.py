@@ -137,7 +137,7 @@ class ModelSpec:
     and between these and the output norm, on the host, which then embeds;
     `has_head_bias`: a bias is added to the logits (Phi-2). `pooling`: how a text's vector comes of
     its hidden states; None: the model does not say. `draft`: its draft block, if it has one
-    (model/draft_block.py)."""
+    (model/draft_block.py). `context_limit`: why longer texts are refused, if the model has some."""
 
     architecture: str
     hidden_size: int
@@ -154,6 +154,7 @@ class ModelSpec:
     last: tuple[PositionWise, ...] = ()
     pooling: Pooling | None = None
     draft: "ModelSpec | None" = None
+    context_limit: str = ""
 
     @property
     def num_layers(self) -> int:

@@ -13,6 +13,7 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
     num_with = sum(layer.neurons.number > 0 for layer in layers)
     is_whole = len(spec.storing) == spec.num_layers
     stored = "" if is_whole else f"of {len(spec.storing)} of {spec.num_layers} layers"
+    limit = spec.context_limit and f"; {spec.context_limit}"
     rows = [
         ("layers", str(spec.num_layers)),
         ("hidden size", f"{spec.hidden_size:,}"),
@@ -47,7 +48,7 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         *_of_recurrent(layers),
         ("draft block", "one layer, which guesses the token after the next" if spec.draft else ""),
         ("vocabulary", f"{spec.vocab_size:,}"),
-        ("context", f"{spec.context_length:,}"),
+        ("context", f"{spec.context_length:,}{limit}"),
         ("window", _each(f"{w:,} tokens in {windows.count(w)} layers" for w in windows)),
         ("rotary base", _each(f"{a.rotary.theta:g}" for a in attentions if a.rotary)),
         ("rotary scaling", spec.rotary.scaling.words if spec.rotary else ""),

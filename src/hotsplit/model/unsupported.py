@@ -25,8 +25,7 @@ eagle: an EAGLE draft model, which reads hidden states of the main model's layer
  is not supported; {_DRAFTS}
 dflash glimmerassistant glimmer_assistant: a DFlash draft model, which guesses a block of tokens\
  from hidden states of the main model's layers, is not supported; {_DRAFTS}
-deepseek32 deepseekv32 glm-dsa glm_dsa glmmoedsa glm5: attention to keys that an indexer chooses\
- (DSA) is not supported; {_LATENTS}
+glm5: attention to pooled keys that an indexer chooses is not supported; {_LATENTS}
 deepseek4 deepseekv4: attention to compressed keys is not supported; {_LATENTS}
 deepseek kimi: this model of DeepSeek's or Moonshot's is not supported; {_LATENTS}
 llama4: attention in chunks, and queries that are scaled by it, are not supported; {_MIXTURES}
