@@ -79,14 +79,14 @@ def bench(
         rival = start_rival(config, engine, threads)
         if rival is not None:
             stack.callback(rival.close)
+        setting = setting_of(engine, plan, threads, load_before)
         probes: dict[str, Bandwidth] = {}  # of the devices that read weights
         if engine.device.type == "cuda":
             probes["gpu"] = gpu_bandwidth(engine.device)
         if engine.device.type == "cpu" or plan is not None:
-            probes["cpu"] = cpu_bandwidth()
+            probes["cpu"] = cpu_bandwidth(setting.model_size if setting.is_cached else None)
         rounds = BenchRounds(config, runner, tokens, rival, probes, on_test)
         rounds.run()
-        setting = setting_of(engine, plan, threads, load_before)
         return report_of(config, engine, plan, setting, rounds)
 
 
@@ -213,13 +213,11 @@ def _notes(
                 f" which is {share:.2f} of what was measured; hotsplit run tries plans, and doctor"
                 " shows their parts"
             )
-        limit = result.limit
-        if limit is not None and limit.bytes_a_token <= setting.last_cache_bytes:
-            found.append(
-                f"a token's bytes ({format_bytes(round(limit.bytes_a_token))}) fit into the"
-                f" last-level cache ({format_bytes(setting.last_cache_bytes)}), which is faster"
-                " than memory: more than 100 % of the limit is possible"
-            )
+    if setting.is_cached and setting.device == "cpu":
+        found.append(
+            f"the model fits into the last-level cache ({format_bytes(setting.last_cache_bytes)}):"
+            " its limit is the speed at which so many bytes are read again and again"
+        )
     ours = setting.model_n_params
     if rival_params and abs(rival_params / ours - 1) > SAME_MODEL:
         found.append(

@@ -130,6 +130,11 @@ class Setting:
     num_processors: int  # available to this process
     load_before: float | None  # load average of the minute before; None if unknown
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether a token finds the weights of the token before in the last-level cache."""
+        return self.model_size <= self.last_cache_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:

@@ -181,9 +181,10 @@ class BenchRounds:
         self.on_test(1)
 
 
-def cpu_bandwidth() -> Bandwidth:
-    """A probe that times an f32 matrix-vector product over memory allocated like weights."""
-    num_rows = max(1, buffer_bytes() // (4 * ROW_VALUES))
+def cpu_bandwidth(num_bytes: int | None = None) -> Bandwidth:
+    """A probe that times an f32 matrix-vector product over memory allocated like weights: so many
+    bytes, or more than caches hold."""
+    num_rows = max(1, (num_bytes or buffer_bytes()) // (4 * ROW_VALUES))
     ones = array_entry(np.ones((num_rows, ROW_VALUES), np.float32), "f32")
     matrix = Residence().matrix(ones)
     x_D = torch.ones(ROW_VALUES)

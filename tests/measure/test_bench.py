@@ -17,6 +17,8 @@ from models import make_model, make_sizes
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import array_entry
+from hotsplit.measure.bench import runner
 from hotsplit.measure.bench.bench import bench
 from hotsplit.measure.bench.bench_config import BenchTest
 from hotsplit.measure.bench.bench_tables import lines_of, to_json
@@ -31,7 +33,7 @@ from hotsplit.measure.bench.parts import (
     part_ns,
 )
 from hotsplit.measure.bench.result import RunTimes
-from hotsplit.measure.bench.runner import BenchRunner, Sample
+from hotsplit.measure.bench.runner import BenchRunner, Sample, cpu_bandwidth
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.ops.neurons.feed_forward import Traffic
@@ -272,6 +274,29 @@ def test_a_busy_machine_is_noted(bench_files, small_buffer, monkeypatch, load, i
     report = bench(config_of(bench_files / "dense.gguf", device="cpu", repetitions=1))
     assert to_json(report)["load_before"] == load
     assert any("busy before the start: 7.5" in note for note in report.notes) == is_noted
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_the_limit_of_a_model_in_the_cache_is_the_caches(
+    bench_files, small_buffer, monkeypatch, missing_bytes
+):
+    path = bench_files / "dense.gguf"
+    size, asked = sum(int(t.n_bytes) for t in GGUFReader(path).tensors), []
+    cache = "hotsplit.measure.bench.result.last_cache_bytes"
+    monkeypatch.setattr(cache, lambda: size - missing_bytes)
+    probe = "hotsplit.measure.bench.bench.cpu_bandwidth"
+    monkeypatch.setattr(probe, lambda num_bytes: asked.append(num_bytes) or cpu_bandwidth())
+    report = bench(config_of(path, device="cpu", repetitions=1))
+    assert asked == [None if missing_bytes else size]
+    assert any("last-level cache" in note for note in report.notes) == (not missing_bytes)
+
+
+@pytest.mark.parametrize("num_bytes", [None, 1 << 22])
+def test_a_probe_reads_so_many_bytes(small_buffer, monkeypatch, num_bytes):
+    made = []
+    monkeypatch.setattr(runner, "array_entry", lambda x, _: made.append(x) or array_entry(x, "f32"))
+    assert cpu_bandwidth(num_bytes)() > 0
+    assert made[0].nbytes == (num_bytes or 1 << 20)
 
 
 def test_medians_and_spread():
