@@ -3,6 +3,7 @@
 The weights are read from safetensors files, or from torch's pickles (.bin) if there are none: one
 file, or shards with an index."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,9 +33,9 @@ WEIGHTS: dict[str, Reader] = {
     "pytorch_model.bin.index.json": read_state_dict,
 }
 MAX_NAME = 256  # of a tensor, in characters; errors quote it
-# Beginnings of names of tensors that are not read, whatever their type: the head of centroids of
-# Gemma 4's assistants has integers.
-_UNREAD = ("masked_embedding.",)
+# Parts of names of tensors that are not read, whatever their type: the head of centroids of Gemma
+# 4's assistants has integers, and so do the hashes of n-grams.
+_UNREAD = re.compile(r"^masked_embedding\.|\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)$")
 DTYPES = ("F32", "F16", "BF16")
 
 
@@ -88,7 +89,7 @@ class Checkpoint:
         own, tensors = logical(folder, config, found.tensors, found.read)
         for name, tensor in tensors.items():
             is_known = tensor.dtype in DTYPES or tensor.packed is not None
-            if not is_known and not name.startswith(_UNREAD):
+            if not is_known and not _UNREAD.search(name):
                 raise HotsplitError(
                     f"{tensor.file}: tensor {name!r} is {tensor.dtype}, wanted one of"
                     f" {', '.join(DTYPES)}; convert the checkpoint that it was made from"

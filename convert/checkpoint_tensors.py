@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from hotsplit.convert.expert_sources import (
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
 from hotsplit.families.blueprint import SAME, Blueprint, Rows, ValueChange
-from hotsplit.files.gguf_file import TensorEntry, array_entry, in_memory
+from hotsplit.files.gguf_file import TensorEntry, array_entry, chosen_rows, in_memory
 from hotsplit.files.written import Restored
 from hotsplit.model import tensors
 from hotsplit.model.weight_types import FLOAT_NAMES
@@ -41,9 +42,13 @@ def tensor_entries(
     wanted = _wanted(plan, checkpoint)
     experts = find_experts(checkpoint, wanted, plan.expert_form)
     experts |= find_heads(checkpoint, plan, wanted)
-    sources = _sources(checkpoint, plan, wanted, experts)
+    pieces = _pieces(checkpoint, plan, wanted)
+    sources = _sources(checkpoint, plan, wanted, experts, pieces)
     entries = {}
     for name, shape in wanted.items():
+        if name in pieces:
+            entries[name] = _of_pieces(checkpoint, types, name, shape, pieces[name])
+            continue
         target = tensors.in_layout(name, layout)
         is_transposed = target != name
         target_shape = tensors.transposed_shape(shape) if is_transposed else shape
@@ -105,7 +110,10 @@ def restored(
         for made in _restored_experts(checkpoint, types, written, name, each):
             if not name.startswith(block):
                 yield made
-    sources = _sources(checkpoint, plan, wanted, experts)
+    pieces = _pieces(checkpoint, plan, wanted)
+    for name, parts in pieces.items():
+        yield from _restored_pieces(checkpoint, written, name, parts)
+    sources = _sources(checkpoint, plan, wanted, experts, pieces)
     for name in wanted:
         rows = _rows(plan, name)
         source = sources.get(rows.source if rows else name)
@@ -126,6 +134,75 @@ def restored(
         values = values.T if is_transposed else values
         if not name.startswith(block):
             yield Restored(source=source, rows=order.rows, values=values)
+
+
+def _pieces(
+    checkpoint: Checkpoint, plan: Blueprint, wanted: tensors.Shapes
+) -> dict[str, list[str]]:
+    """The checkpoint's tensors that have the rows of one, in order, by its name. Raises
+    HotsplitError for pieces that are missing or do not fit together."""
+    found: dict[str, dict[str, str]] = {}
+    for source in checkpoint.tensors if plan.pieces else ():
+        stem, _, number = (plan.name_of(source) or "").removesuffix(".weight").rpartition(".")
+        if (name := f"{stem}.weight") in plan.pieces:
+            found.setdefault(name, {})[number] = source
+    for name, by_number in found.items():
+        numbers = [str(number) for number in range(len(by_number))]
+        shapes = [checkpoint.tensors[by_number[n]].shape for n in numbers if n in by_number]
+        rows = sum(shape[0] for shape in shapes)
+        widths = {shape[1:] for shape in shapes}
+        if len(shapes) != len(by_number) or name not in wanted or widths != {wanted[name][1:]}:
+            raise HotsplitError(
+                f"{checkpoint.folder}: {len(by_number)} pieces of a tensor, the first"
+                f" {min(by_number.values())!r}, which are not numbered from 0 or not"
+                f" {wanted.get(name, (0, 0))[1]} values wide; download the checkpoint again"
+            )
+        if rows != wanted[name][0]:
+            raise HotsplitError(
+                f"{checkpoint.folder}: {len(by_number)} pieces such as {by_number['0']!r} have"
+                f" {rows:,} rows, wanted {wanted[name][0]:,} by config.json; the two belong to"
+                " different models"
+            )
+    return {name: [each[str(n)] for n in range(len(each))] for name, each in found.items()}
+
+
+def _of_pieces(
+    checkpoint: Checkpoint,
+    types: TensorTypes,
+    name: str,
+    shape: tuple[int, ...],
+    sources: Sequence[str],
+) -> TensorEntry:
+    """The tensor with the rows of all pieces, one after another, of which one is read at a time."""
+    kind = types.kind(name, shape)
+    begins = [0, *accumulate(checkpoint.tensors[source].shape[0] for source in sources)]
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        parts = []
+        for source, begin, end in zip(sources, begins, begins[1:], strict=False):
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                rows = checkpoint.read(source)[first - begin : last - begin]
+                what = f"{checkpoint.tensors[source].file}: tensor {source!r}"
+                parts.append(encode(rows, kind, what))
+        found: np.ndarray = np.concatenate(parts)
+        return found
+
+    return TensorEntry(shape=shape, kind=kind, read_rows=read_rows)
+
+
+def _restored_pieces(
+    checkpoint: Checkpoint, written: ModelFile, name: str, sources: Sequence[str]
+) -> Iterator[Restored]:
+    """The values of each piece."""
+    begin, entry = 0, written.tensors[name]
+    for source in sources:
+        want = checkpoint.read(source).to(torch.float32).numpy()
+        rows = np.arange(begin, begin + len(want))
+        part = chosen_rows(entry, rows)
+        values = restore(part, want, f"{checkpoint.folder}: tensor {source!r}", None)
+        yield Restored(source=source, rows=rows, values=values)
+        begin += len(want)
 
 
 def _restored_experts(
@@ -308,12 +385,13 @@ def _sources(
     plan: Blueprint,
     wanted: tensors.Shapes,
     experts: Mapping[str, list[ExpertSource]],
+    pieces: Mapping[str, list[str]],
 ) -> dict[str, str]:
-    """Names of the tensors read but experts', by the names that `plan.name_of` gives."""
+    """Names of the tensors read but experts' and pieces, by the names that `plan.name_of` gives."""
     shapes: tensors.Shapes = {}
-    of_experts = source_names(experts)
+    apart = source_names(experts) | {source for each in pieces.values() for source in each}
     for name, shape in wanted.items():
-        if name in experts:
+        if name in experts or name in pieces:
             continue
         rows = _rows(plan, name)
         if _by_end(plan.constants, name) is None:
@@ -321,7 +399,7 @@ def _sources(
     sources: dict[str, str] = {}
     for source, tensor in checkpoint.tensors.items():
         is_ignored = source.endswith(plan.ignored) or source.startswith(plan.ignored_prefixes)
-        if is_ignored or source in of_experts:
+        if is_ignored or source in apart:
             continue
         place = plan.name_of(source)
         if place not in shapes and checkpoint.is_bias_of_packing(source):

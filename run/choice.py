@@ -368,6 +368,8 @@ def _fits_lines(model: ModelFile, wishes: Wishes, size: int, budget: int) -> lis
 
 def _only_on_the_cpu(model: ModelFile, wishes: Wishes) -> str | None:
     """Why no GPU can run this model as wished; None if one can."""
+    if what := model.spec.only_on_cpu:
+        return f"on the CPU: {what} have no kernels for a GPU so far"
     if not model.spec.has_experts:
         return None
     if wishes.engine.mode == "exact":

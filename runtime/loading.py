@@ -159,6 +159,7 @@ class LoadedModel:
         self.device = self.gpus[0]
         self.is_on_gpu = self.device.type == "cuda"
         if self.is_on_gpu:
+            self.model.refuse_on_gpu()
             from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
 
             triton_kernels()  # raises if Triton is missing

@@ -181,6 +181,7 @@ def load_inputs(config: SolveConfig, workspace: Workspace) -> Inputs:
         ModelFile.load(config.model), config.rope_scaling, config.rope_scale, config.context_length
     )
     model.refuse_alone()
+    model.refuse_on_gpu()
     if selection is not None:
         selection.check_windows(config.model, model.spec)
     if model.spec.has_experts:

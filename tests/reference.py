@@ -28,11 +28,25 @@ from hotsplit.model.latent import (
 )
 from hotsplit.model.latent_experts import FROM_LATENT, TO_LATENT, FromLatent, ToLatent
 from hotsplit.model.mamba2 import Mamba2
+from hotsplit.model.ngrams import NORMS as NGRAM_NORMS
+from hotsplit.model.ngrams import ROWS, TABLE, NgramInputs, NgramRows
 from hotsplit.model.operations import PositionWise, Recurrent
 from hotsplit.model.rope import Rotary
 from hotsplit.model.short_conv import CONV as TAPS
 from hotsplit.model.short_conv import INPUT, OUTPUT, ShortConv
 from hotsplit.model.spec import Add, Attention, Neurons, Norm, Route, written_by
+from hotsplit.model.streams import (
+    INJECT,
+    JOINED,
+    BeginStreams,
+    MeanOfStreams,
+    MixerToStreams,
+    NeuronsToStreams,
+    StreamsToHead,
+    StreamsToMixer,
+    StreamsToNeurons,
+    ToStreams,
+)
 from hotsplit.runtime.kernels.cpu import library
 
 erf = np.vectorize(erf_of, otypes=[float])
@@ -114,6 +128,11 @@ def logits_ref(
         ]
         x = np.concatenate(joined, axis=1) @ weights(model, f"{JOIN}.weight").T
     seen["embedding", None] = x
+    of_streams = [block for block in spec.first if isinstance(block, BeginStreams | NgramRows)]
+    outer = {JOINED: x}
+    for block in of_streams:
+        outer |= _OWN[type(block)](outer, block, lambda name: weights(model, name), ids)
+    x = outer.get("x", x)
     for number, layer in enumerate(spec.layers):
 
         @cache
@@ -123,8 +142,11 @@ def logits_ref(
         def see(name, value, number=number):
             seen[name, number] = value
 
-        value = {"x": x}
+        value = {**outer, "x": x}
         for block in layer.blocks:
+            if type(block) in _OWN:
+                value |= _OWN[type(block)](value, block, w, ids)
+                continue
             if isinstance(block, Add):
                 first, *others = (value[name] for name in block.terms)
                 result = block.times * (first + block.factor * sum(others))
@@ -169,6 +191,8 @@ def logits_ref(
             value[written_by(block)[0]] = result
         x = value["x"]
         see("layer_out", x)
+    for block in spec.last if of_streams else ():
+        x = _OWN[type(block)]({"x": x}, block, lambda name: weights(model, name), ids)[JOINED]
     if spec.output_norm is not None:
         x = norm(x, lambda name: weights(model, name), spec.output_norm)
     logits_TV = (x * spec.logit_scale) @ weights(model, model.head_name).T
@@ -350,7 +374,8 @@ def _delta(x, block: DeltaNet, w, see):
         state = state + k[t][:, :, None] * delta[:, None]
         out[t] = np.einsum("vn,vnm->vm", q[t], state) / N**0.5
     own = Norm(name=DELTA_NORM, kind="rms", size=block.value_head_dim, epsilon=block.epsilon)
-    out = norm(out, w, own).reshape(len(x), -1) * (1 if is_kimi else z) / (1 + np.exp(-z))
+    gates = (1 if block.has_sigmoid_gates else z) / (1 + np.exp(-z))
+    out = norm(out, w, own).reshape(len(x), -1) * gates
     see("attn_heads", out)
     return out @ w(f"{block.output}.weight").T
 
@@ -393,6 +418,80 @@ def _mamba2(x, block: Mamba2, w, see):
 
 
 _MIXERS = {DeltaNet: _delta, KimiDelta: _delta, ShortConv: _short_conv, Mamba2: _mamba2}
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def _of_each_stream(x_TX, weight_X, count: int, epsilon: float):
+    """Their RMS norms, [T, S, D]."""
+    x_TSD = x_TX.reshape(len(x_TX), count, -1)
+    root = np.sqrt((x_TSD**2).mean(-1, keepdims=True) + epsilon)
+    return x_TSD / root * weight_X.reshape(count, -1)
+
+
+def _mean_of_streams(value, block: MeanOfStreams, w, ids):
+    """The formulas of model/streams.py."""
+    count, stem = block.num_streams, block.stem
+    normed = _of_each_stream(value["x"], w(f"{stem}_norm.weight"), count, block.epsilon)
+    flat = normed.reshape(len(ids), -1)
+    low = flat @ w(f"{stem}_down.weight").T / count
+    shares = _sigmoid((low * _sigmoid(low)) @ w(f"{stem}_up.weight").T).reshape(normed.shape)
+    found = {block.target: (shares * normed).mean(1)}
+    if block.injects:
+        found[INJECT] = 2 * _sigmoid(flat @ w(f"{stem}_inject.weight").T / count)
+    return found
+
+
+def _to_streams(value, block: ToStreams, w, ids):
+    added = value[INJECT][:, :, None] * value[block.source][:, None]
+    return {"x": value["x"] + added.reshape(value["x"].shape)}
+
+
+def _ngram_rows(value, block: NgramRows, w, ids):
+    """The rows of each token by its n-grams, in Python's integers."""
+    table, end = w(f"{TABLE}.weight"), block.end_token
+    rows = []
+    for place in range(len(ids)):
+        latest = [ids[place]]
+        for before in range(1, block.length):
+            is_over = before > place or (before > 1 and latest[-1] == end)
+            latest.append(end if is_over else ids[place - before])
+        mixed, own = 0, []
+        for n, (token, multiplier) in enumerate(zip(latest, block.multipliers, strict=True)):
+            mixed ^= token * multiplier
+            heads = range((n - 1) * block.per_length, n * block.per_length) if n else ()
+            own += [table[block.offsets[i] + mixed % block.sizes[i]] for i in heads]
+        rows.append(np.concatenate(own))
+    return {ROWS: np.array(rows)}
+
+
+def _ngram_inputs(value, block: NgramInputs, w, ids):
+    """The formulas of model/ngrams.py."""
+    x, e, count = value["x"], value[ROWS], block.num_streams
+    of_key, of_query, of_conv = (w(f"{name}.weight") for name in NGRAM_NORMS)
+    key = _of_each_stream(e @ w("ple_key.weight").T, of_key, count, block.epsilon)
+    query = _of_each_stream(x, of_query, count, block.epsilon)
+    r = (key * query).sum(-1, keepdims=True) / np.sqrt(key.shape[-1])
+    gates = _sigmoid(np.sign(r) * np.sqrt(np.maximum(np.abs(r), 1e-6)))
+    gated = (gates * (e @ w("ple_value.weight").T)[:, None]).reshape(x.shape)
+    inputs = _of_each_stream(gated, of_conv, count, block.epsilon).reshape(x.shape)
+    depth, taps = (block.num_taps - 1) * block.distance, w("ple_conv1d.weight")
+    inputs = np.pad(inputs, ((depth, 0), (0, 0)))
+    begins = [j * block.distance for j in range(block.num_taps)]
+    mixed = sum(inputs[b : b + len(x)] * taps[:, j] for j, b in enumerate(begins))
+    return {"x": x + gated + mixed * _sigmoid(mixed)}
+
+
+# Operations by the values that they read, which return those that they write.
+_OWN = {
+    BeginStreams: lambda value, block, w, ids: {"x": np.tile(value[JOINED], block.num_streams)},
+    **dict.fromkeys((StreamsToMixer, StreamsToNeurons, StreamsToHead), _mean_of_streams),
+    **dict.fromkeys((MixerToStreams, NeuronsToStreams), _to_streams),
+    NgramRows: _ngram_rows,
+    NgramInputs: _ngram_inputs,
+}
 
 
 def rotated(y, rotary: Rotary, count: int, factors=1.0):

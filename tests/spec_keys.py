@@ -10,18 +10,24 @@ from hotsplit.families.expert_keys import GATINGS
 from hotsplit.families.key_reader import NORM_EPSILON
 from hotsplit.families.latent_keys import EPSILON_KEY
 from hotsplit.files.gguf_file import Value
+from hotsplit.model.blocks import Norm
 from hotsplit.model.delta_net import DeltaNet, KimiDelta
 from hotsplit.model.mamba2 import Mamba2
+from hotsplit.model.ngrams import NgramInputs, NgramRows
 from hotsplit.model.rope import RopeScaling
 from hotsplit.model.short_conv import ShortConv
 from hotsplit.model.spec import ModelSpec
+from hotsplit.model.streams import BeginStreams, StreamsToHead
 
 
 def spec_keys(spec: ModelSpec) -> dict[str, Value]:
     """The keys, without the architecture's prefix; a number that differs between layers is a
     list."""
     attentions = spec.attentions
-    norm = next(norm for layer in spec.layers for norm in layer.norms.values())
+    of_streams = (block for block in spec.last if isinstance(block, StreamsToHead))
+    norms = (norm for layer in spec.layers for norm in layer.norms.values())
+    norm = next(of_streams, None) or next(norms)
+    kind = norm.kind if isinstance(norm, Norm) else "rms"
     dense = [x.neurons.number for x in spec.layers if x.route is None]
     keys: dict[str, Value] = {
         "block_count": np.uint32(spec.num_layers),
@@ -32,7 +38,7 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         "attention.head_count_kv": _each(a.num_kv_heads for a in attentions),
         "attention.key_length": _each(a.head_dim for a in attentions),
         "attention.value_length": _each(a.value_width or a.head_dim for a in attentions),
-        NORM_EPSILON[norm.kind]: np.float32(norm.epsilon),
+        NORM_EPSILON[kind]: np.float32(norm.epsilon),
         "vocab_size": np.uint32(spec.vocab_size),
     }
     if spec.rotary is not None:
@@ -40,12 +46,12 @@ def spec_keys(spec: ModelSpec) -> dict[str, Value]:
         keys |= {"rope.dimension_count": rotated, "rope.freq_base": np.float32(spec.rotary.theta)}
         keys |= _scaling_keys(spec.rotary.scaling)
     keys |= _expert_keys(spec) | _delta_keys(spec) | _conv_keys(spec) | _mamba_keys(spec)
-    keys |= _latent_keys(spec)
+    keys |= _latent_keys(spec) | _stream_keys(spec)
     windows = [a.window for a in attentions]
     if any(windows):
         keys["attention.sliding_window"] = np.uint32(next(filter(None, windows)))
         keys["attention.sliding_window_pattern"] = [window is not None for window in windows]
-    return keys if spec.output_norm else keys | {"hotsplit.is_post_norm": True}
+    return keys if spec.output_norm or spec.last else keys | {"hotsplit.is_post_norm": True}
 
 
 def _expert_keys(spec: ModelSpec) -> dict[str, Value]:
@@ -112,6 +118,39 @@ def _mamba_keys(spec: ModelSpec) -> dict[str, Value]:
         "ssm.group_count": np.uint32(mamba.num_groups),
         "ssm.time_step_rank": np.uint32(mamba.num_heads),
         "ssm.inner_size": np.uint32(mamba.query_size),
+    }
+
+
+def _stream_keys(spec: ModelSpec) -> dict[str, Value]:
+    """Those of streams, n-grams and the indexer."""
+    indexer = spec.attentions[0].indexer
+    if indexer is None:
+        return {}
+    rows, begin = spec.first
+    assert isinstance(rows, NgramRows) and isinstance(begin, BeginStreams)
+    (end,) = spec.last
+    assert isinstance(end, StreamsToHead)
+    own = [any(isinstance(b, NgramInputs) for b in layer.blocks) for layer in spec.layers]
+    inputs = spec.layers[own.index(True)].stateful[0]
+    assert isinstance(inputs, NgramInputs)
+    return {
+        "hyper_connection.count": np.uint32(begin.num_streams),
+        "hyper_connection.low_rank": np.uint32(end.rank),
+        "attention.indexer.head_count": np.uint32(indexer.num_heads),
+        "attention.indexer.key_length": np.uint32(indexer.head_dim),
+        "attention.indexer.top_k": np.uint32(indexer.budget),
+        "attention.compress_ratios": [
+            0 if layer.attention is None else indexer.ratio for layer in spec.layers
+        ],
+        "ple.layers": [own.index(True)],
+        "ple.ngram_size": np.uint32(rows.length),
+        "ple.heads_per_ngram": np.uint32(rows.per_length),
+        "ple.conv_kernel": np.uint32(inputs.num_taps),
+        "ple.eos_token_id": np.uint32(rows.end_token),
+        "ple.layer_multipliers": list(rows.multipliers),
+        "ple.head_offsets": list(rows.offsets),
+        "ple.head_vocab_sizes": list(rows.sizes),
+        "embedding_length_per_layer_input": np.uint32(rows.width),
     }
 
 

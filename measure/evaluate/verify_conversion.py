@@ -339,6 +339,7 @@ _RENAMED = (
 
 
 # Of Kimi Linear; transformers has the three convolutions as one.
+_PIECE = re.compile(r"\.shard_\d+\.weight$")
 _PART_OF_CONVOLUTION = re.compile(r"(.*\.)([qkv])_conv1d\.weight")
 
 
@@ -349,7 +350,7 @@ def _renamed(name: str) -> str:
     name = f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
     for published, own in _RENAMED:
         name = name.replace(published, own)
-    return name
+    return _PIECE.sub(".weight", name)
 
 
 def _put_back_expert(state: dict[str, Tensor], name: str, item: Restored) -> None:

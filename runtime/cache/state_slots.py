@@ -37,7 +37,7 @@ from torch import Tensor
 
 from hotsplit.costs.state_bytes import MOST_KEPT, SAVED_STATES, num_kept, num_slots
 from hotsplit.errors import HotsplitError
-from hotsplit.model.operations import Recurrent
+from hotsplit.model.operations import Stateful
 
 Saves = Literal["briefly", "lasting"]
 NO_SLOT = -1  # zeros: the state before the first token
@@ -137,7 +137,7 @@ class LayerState:
     def of(
         cls,
         num_sequences: int,
-        block: Recurrent,
+        block: Stateful,
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor],
         *,
         keeps_rows: bool,

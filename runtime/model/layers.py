@@ -11,7 +11,7 @@ from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.cache.state_slots import LayerState, StateSlots
 from hotsplit.runtime.ops.attention.block import Attention
-from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp
+from hotsplit.runtime.ops.loaded_op import LoadedOp, RecurrentOp, StatefulOp
 from hotsplit.runtime.ops.neurons.feed_forward import FeedForward, SharedNeurons
 from hotsplit.runtime.ops.norm import Norm
 from hotsplit.runtime.ops.route import Router
@@ -74,9 +74,9 @@ class Weights:
 
     @cached_property
     def layer_states(self) -> tuple[LayerState, ...]:
-        """The recurrent states of each layer that has them."""
-        mixers = (layer.recurrent for layer in self.layers)
-        return tuple(mixer.state for mixer in mixers if mixer is not None)
+        """The states of the operations that have one."""
+        each = (op for ops in (self.first, *(x.own for x in self.layers)) for op in ops.values())
+        return tuple(op.state for op in each if isinstance(op, StatefulOp))
 
     @cached_property
     def cache(self) -> KVCache:

@@ -16,7 +16,7 @@ from hotsplit.files.gguf_file import TensorEntry, joined_rows
 from hotsplit.model.attention import KEY_NORM, QUERY_NORM
 from hotsplit.model.latent import KEY_A_NORM, KEY_B, QUERY_A_NORM, QUERY_B, VALUE_B
 from hotsplit.model.modes import Mode, computes_all
-from hotsplit.model.operations import Recurrent
+from hotsplit.model.operations import Stateful
 from hotsplit.model.spec import Attention as AttentionSpec
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.spec import Norm as NormSpec
@@ -303,7 +303,7 @@ class Builder:
             self.rotaries[key] = replace(made, ahead=int(self.model.graph.is_assistant))
         return self.rotaries[key]
 
-    def state(self, block: Recurrent, device: torch.device) -> LayerState:
+    def state(self, block: Stateful, device: torch.device) -> LayerState:
         """The slots of a layer's states."""
         zeros, keeps_rows = self.stores.on(device).cache, device.type == "cpu"
         return LayerState.of(self.num_sequences, block, zeros, keeps_rows=keeps_rows)

@@ -23,6 +23,8 @@ from hotsplit.runtime.ops.reader import Reader
 from hotsplit.runtime.ops.structs import MatrixStruct, Structs, members
 from hotsplit.runtime.weights.matrix import Linear
 
+PASSING_GATE = 32.0  # in delta.cpp
+
 
 class DeltaStruct(Structure):
     _fields_ = [
@@ -33,7 +35,7 @@ class DeltaStruct(Structure):
         *members(c_void_p, "conv decay step_bias state inputs kept"),
         *members(c_int64, "num_key_heads num_value_heads key_width value_width num_taps"),
         *members(c_int64, "num_slots num_kept"),
-        *members(c_int32, "is_grouped is_by_row"),
+        *members(c_int32, "is_grouped is_by_row has_sigmoid_gates unused"),
     ]
 
 
@@ -62,12 +64,14 @@ class DeltaOp(RecurrentOp):
     def struct(self, structs: Structs) -> DeltaStruct:
         """Has a copy of the convolution's weights, tap by tap."""
         block, (state, inputs) = self.block, self.state.tensors
+        has_sigmoid_gates = block.has_sigmoid_gates and not self.is_by_row
+        norm = self.norm.times(1 / PASSING_GATE) if has_sigmoid_gates else self.norm
         return DeltaStruct(
             input=(MatrixStruct * 4)(*map(structs.linear, self.inputs[:4])),
             low=(MatrixStruct * 2)(*map(structs.linear, self.inputs[4:])),
             high=(MatrixStruct * 2)(*map(structs.linear, self.high)),
             output=structs.linear(self.output),
-            norm=norm_struct(structs, self.norm, block.value_head_dim),
+            norm=norm_struct(structs, norm, block.value_head_dim),
             conv=structs.vector(self.conv_CJ.t().contiguous(), block.num_taps, block.num_channels),
             decay=structs.vector(self.decay_V, block.num_value_heads),
             step_bias=structs.vector(self.decay_bias_A, block.num_decays),
@@ -83,6 +87,7 @@ class DeltaOp(RecurrentOp):
             num_kept=len(self.state.kept_RX),
             is_grouped=block.is_grouped,
             is_by_row=self.is_by_row,
+            has_sigmoid_gates=has_sigmoid_gates,
         )
 
     def project(self, on: Launcher, x: Any, projected: Tensor, free: Tensor) -> None:
@@ -107,7 +112,8 @@ class DeltaOp(RecurrentOp):
         on.run(kernels.convolve, projected, *weights, conv, *slots, mixed, key_heads)
         by_row, norm = self.is_by_row, (self.norm.weight_D, self.norm.epsilon)
         on.run(kernels.delta_rule, *delta, is_grouped=block.is_grouped, is_by_row=by_row)
-        on.run(kernels.gate_norm, out_TVM, projected, *norm, is_sigmoid=by_row)
+        is_sigmoid = block.has_sigmoid_gates
+        on.run(kernels.gate_norm, out_TVM, projected, *norm, is_sigmoid=is_sigmoid)
 
 
 def load(

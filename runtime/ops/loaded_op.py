@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.model.operations import BlockOp, Recurrent, padded
+from hotsplit.model.operations import BlockOp, Recurrent, Stateful, padded
 from hotsplit.runtime.cache.state_slots import LayerState
 from hotsplit.runtime.ops.device import Launcher
 from hotsplit.runtime.ops.reader import Reader
@@ -52,13 +52,20 @@ Slots = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentOp(LoadedOp):
+class StatefulOp(LoadedOp):
+    """A loaded operation with a state."""
+
+    block: Stateful
+    state: LayerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentOp(StatefulOp):
     """A loaded mixer with a state: products with the same input, a recurrence, and a product."""
 
     block: Recurrent
     inputs: tuple[Linear, ...]
     output: Linear
-    state: LayerState
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -455,7 +455,7 @@ class StepBuilder(Structs):
                 self, ffn.gate, layer.spec.neurons.of_expert, ffn.blocks if has_neurons else ()
             ),
         )
-        struct.feed_forward.down_bias = self.vector(ffn.down_bias_D, max(sizes.values()))
+        struct.feed_forward.down_bias = self.vector(ffn.down_bias_D, max(sizes.values(), default=0))
         if layer.shared is not None:
             own, gate = layer.shared, layer.shared.gate
             struct.shared = feed_forward_struct(self, own.rule, own.block.num_units, (own.block,))

@@ -33,7 +33,7 @@ from typing import Literal
 
 from hotsplit.model.blocks import PLAIN_SUM, SumFactors
 from hotsplit.model.latent_experts import COLD_SUM, HOT_SUM, LATENT_SUM
-from hotsplit.model.operations import BlockOp, PositionWise, Recurrent
+from hotsplit.model.operations import BlockOp, Stateful
 from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict, Route
 from hotsplit.model.spec import Block as SpecBlock
 
@@ -169,7 +169,7 @@ class _LayerWriter:
                     yield from self._joined(name)
                 names = block.inputs, block.outputs
                 reads, writes = (list(map(self._value, each)) for each in names)
-                if isinstance(block, Recurrent):
+                if isinstance(block, Stateful):
                     kept = block.kept(self.index).name
                     reads, writes = [*reads, kept], [*writes, kept]
                 yield self._op(block.kind, reads, writes, block.part())
@@ -337,7 +337,7 @@ class _StepWriter:
         if form.head != HOST:
             self._copy("logits", form.head, HOST, home, None)
 
-    def _position_wise(self, blocks: Iterable[PositionWise], home: str) -> None:
+    def _position_wise(self, blocks: Iterable[BlockOp], home: str) -> None:
         for block in blocks:
             self._outer(block.kind, HOST, block.inputs, block.outputs, block.part(), home)
 

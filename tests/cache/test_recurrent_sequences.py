@@ -8,7 +8,7 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 import torch
-from delta_models import FEW, RECURRENT, delta_model
+from delta_models import FEW, STATEFUL, delta_model
 from models import byte_level_keys, make_sizes
 from test_chat import alone as answer_alone
 from test_chat import chat_keys, talk
@@ -35,11 +35,11 @@ CONTEXT, ROOM = 300, 5
 def saved(folder, keys, vocab_size, context_length=CONTEXT, mixer="delta nets"):
     shape = make_sizes(num_layers=4, vocab_size=vocab_size, context_length=context_length)
     path = folder / "m.gguf"
-    RECURRENT[mixer](shape, kind="q8_0", experts=FEW, extra_keys=keys).save(path)
+    STATEFUL[mixer](shape, kind="q8_0", experts=FEW, extra_keys=keys).save(path)
     return path
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
+@pytest.fixture(scope="module", params=STATEFUL)
 def path(tmp_path_factory, request):
     return saved(tmp_path_factory.mktemp("states"), *byte_level_keys(), mixer=request.param)
 
@@ -122,7 +122,7 @@ def schedule(engine: Engine, want, chance: random.Random, count: int, steps: Ste
 
 def check_schedules(kind, experts, mixer, steps, seeds, name) -> None:
     shape = make_sizes(num_layers=4, vocab_size=50, context_length=CONTEXT)
-    model = RECURRENT[mixer](shape, kind=kind, experts=experts)
+    model = STATEFUL[mixer](shape, kind=kind, experts=experts)
     with Engine.of(model, num_sequences=ROOM) as engine, Engine.of(model) as single:
         texts = Alone(single)
 

@@ -1,5 +1,6 @@
 """Small random models of which most layers have a state: gated delta nets, as in Qwen3-Next, 3.5
-and 3.6, or as in Kimi Linear, short convolutions, as in LFM2, or Mamba-2, as in Granite 4."""
+and 3.6, or as in Kimi Linear, short convolutions, as in LFM2, Mamba-2, as in Granite 4, or n-grams
+beside delta nets, as in Qwen3.8-Flash-Next."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +19,15 @@ from hotsplit.families.plain_decoder import decoder_spec
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.model.arrangements import Arrangement, Mixture
 from hotsplit.model.delta_net import DECAY, DeltaNet, KimiDelta
+from hotsplit.model.indexer import Indexer
 from hotsplit.model.latent import Latent
 from hotsplit.model.mamba2 import Mamba2
+from hotsplit.model.ngrams import NgramInputs, NgramRows
 from hotsplit.model.operations import Recurrent
 from hotsplit.model.rope import RopeScaling, Rotary
 from hotsplit.model.short_conv import ShortConv
 from hotsplit.model.spec import Attention, LayerSpec, ModelSpec, Neurons, Route
+from hotsplit.model.streams import BeginStreams, StreamsToHead
 from hotsplit.model.tensors import is_router
 
 PERIOD = 4  # the last of so many layers attends
@@ -195,6 +199,51 @@ def kimi_model(
     return faded(make_model(spec=spec, **more))
 
 
+def flash_model(
+    sizes: Sizes, *, experts: Experts | None = None, period: int = PERIOD, **more
+) -> ModelFile:
+    """A random Qwen3.8-Flash-Next in memory, whose states fade over tens of tokens, with experts in
+    all layers, three streams, and n-grams of up to three tokens in the first layer; `more`: as for
+    make_model. Attention by its indexer is to all tokens."""
+    numbers = {"num_streams": 3, "rank": 32, "epsilon": sizes.epsilon}
+    rows = NgramRows(
+        length=3,
+        per_length=2,
+        width=32,
+        num_rows=420,
+        multipliers=(0x5DEECE66D, 0x2545F4914F, 0x1B873593CD),
+        sizes=(101, 103, 107, 109),
+        end_token=2,
+    )
+    indexer = Indexer(num_heads=2, head_dim=32, budget=-(-sizes.context_length // 4) * 4, ratio=4)
+    delta = replace(TINY, epsilon=sizes.epsilon, has_sigmoid_gates=True)
+    spec = decoder_spec(
+        sizes,
+        Rotary(theta=10000.0, pairing="halves", num_values=sizes.head_dim // 4),
+        "silu",
+        architecture="qwen4exp",
+        arrange=partial(Arrangement.streams, num_streams=3, rank=32),
+        mixers=[None if (i + 1) % period == 0 else delta for i in range(sizes.num_layers)],
+        experts=experts or FEW,
+        has_head_norms=True,
+        attention={"is_gated": True, "indexer": indexer},
+        output_norm=False,
+        first=(rows, BeginStreams(num_streams=3)),
+        last=(StreamsToHead(**numbers),),
+    )
+    inputs = NgramInputs(
+        num_streams=3,
+        hidden_size=sizes.hidden_size,
+        total=rows.total,
+        num_taps=3,
+        distance=rows.length,
+        epsilon=sizes.epsilon,
+    )
+    first, *others = spec.layers
+    spec = spec.with_layers([replace(first, blocks=(inputs, *first.blocks)), *others])
+    return faded(make_model(spec=spec, **more))
+
+
 def faded(model: ModelFile) -> ModelFile:
     """The model with decays that are below zero and small."""
     decays = {
@@ -211,6 +260,8 @@ RECURRENT = {
     "short convolutions": conv_model,
     "Mamba-2": mamba_model,
 }
+# Those and what no GPU computes.
+STATEFUL = RECURRENT | {"n-grams": flash_model}
 
 
 def without_weights(spec: ModelSpec, kind: str = "q4_k") -> ModelFile:

@@ -89,6 +89,60 @@ DELTA = {
     "linear_value_head_dim": 20,
     "rms_norm_eps": 1e-3,
 }
+# Three streams, and n-grams of up to three tokens in the second layer.
+FLASH_NEXT = (
+    MOE
+    | DELTA
+    | {
+        "shared_expert_intermediate_size": 43,
+        "hc_count": 3,
+        "hc_lowrank": 10,
+        "ple_layer_ids": [2],
+        "ple_embed_dim": 24,
+        "ple_conv_kernel_size": 3,
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 101,
+        "make_ngram_vocab_size_divisible_by": 16,
+        "split_ngram_parts": 4,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 12,
+        "indexer_budget": 60,
+        "indexer_compress_ratio": 4,
+        "output_gate_type": "sigmoid",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    }
+)
+# Five streams, and n-grams of up to four tokens in the first layer.
+FIRST = {
+    "hc_count": 5,
+    "hc_lowrank": 7,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 30,
+    "ple_conv_kernel_size": 2,
+    "ngram_size": 4,
+    "heads_per_ngram": 1,
+    "split_ngram_parts": 1,
+    "norm_topk_prob": False,
+    "linear_conv_kernel_dim": 3,
+}
+# Four streams, and pairs of tokens in the third layer; a text has up to 14 tokens.
+PAIRS = {
+    "hidden_size": 60,
+    "hc_count": 4,
+    "ple_layer_ids": [3],
+    "ple_embed_dim": None,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 2,
+    "heads_per_ngram": 3,
+    "indexer_budget": 10,
+    "indexer_compress_ratio": 5,
+}
 # As llama.cpp has them.
 EQUAL = DELTA | {"num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 # Heads of 16 values, groups of one and of several heads, chunks shorter than a text.
@@ -670,6 +724,10 @@ CASES = {
         rope_parameters=YARN | HALF,
     ),
     "qwen35moe": hf.Qwen3_5MoeTextConfig(**MOE | EQUAL | SHARED),
+    "flashnextmoe": hf.Qwen4ExpTextConfig(**FLASH_NEXT | ODD),
+    "flashnextmoe-first": hf.Qwen4ExpTextConfig(**FLASH_NEXT | MQA | layers("lffl") | FIRST),
+    "flashnextmoe-pairs": hf.Qwen4ExpTextConfig(**FLASH_NEXT | TIED | PAIRS),
+    "flashnextmoe-alone": hf.Qwen4ExpTextConfig(**FLASH_NEXT | {"ple_layer_ids": None}),
     "lfm2": hf.Lfm2Config(**GATED | ODD | LFM2, block_multiple_of=24, conv_L_cache=5),
     "lfm2-ends-in-conv": hf.Lfm2Config(
         **GATED | MQA | UNTIED | LFM2 | {"num_hidden_layers": 3, "layer_types": None},

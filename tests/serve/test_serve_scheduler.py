@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from delta_models import RECURRENT
+from delta_models import STATEFUL
 from models import byte_level_keys, make_model, make_sizes
 
 from hotsplit import Engine
@@ -133,7 +133,7 @@ def test_texts_with_states_equal_those_generated_alone(tmp_path, mixer):
     """Some of them cancelled at any step."""
     keys, vocab_size = byte_level_keys()
     shape = make_sizes(num_layers=2, vocab_size=vocab_size, context_length=CONTEXT)
-    model = RECURRENT[mixer](shape, kind="q8_0", period=2, extra_keys=keys)
+    model = STATEFUL[mixer](shape, kind="q8_0", period=2, extra_keys=keys)
     model.save(tmp_path / "m.gguf")
     assert check_random_life(tmp_path / "m.gguf", 3, 25) > 1
 

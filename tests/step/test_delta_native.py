@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from delta_models import KIMI, RECURRENT, TINY, conv_model, delta_model
+from delta_models import KIMI, STATEFUL, TINY, conv_model, delta_model
 from models import make_sizes
 from reference import logits_ref, rel_error
 
@@ -87,11 +87,11 @@ def test_gates_stay_finite_where_their_functions_do_not(level, make, numbers, bi
         assert rel_error(engine.logits(IDS), logits_ref(engine.model, IDS)) < 1e-5
 
 
-@pytest.fixture(params=RECURRENT)
+@pytest.fixture(params=STATEFUL)
 def model_path(tmp_path, request):
     """The path of a model of five layers, one of which attends."""
     sizes = make_sizes(num_layers=5, context_length=400, num_heads=4, num_kv_heads=2)
-    model = replace(RECURRENT[request.param](sizes, period=3), path=tmp_path / "m.gguf")
+    model = replace(STATEFUL[request.param](sizes, period=3), path=tmp_path / "m.gguf")
     model.save(model.path)
     return model.path
 

@@ -19,7 +19,13 @@ struct HsDelta {
     int64_t key_width, value_width, num_taps, num_slots, num_kept;
     int32_t is_grouped;  // value head h reads key head h / (V / G), else h % G
     int32_t is_by_row;   // Kimi Delta Attention: A = N, else A = 1 (DeltaHead)
+    // If it is not by row: gates by sigmoid, and the norm's weights are those of the model / PASSING_GATE.
+    int32_t has_sigmoid_gates, unused;
 };
+
+// kernels().delta_head multiplies by SiLU of gates. That of this one is itself, since its sigmoid is 1 in f32, so that
+// sigmoids can multiply afterwards; as a power of two it changes no bit of the norm's weights.
+constexpr float PASSING_GATE = 32.0f;
 
 namespace {
 
@@ -38,10 +44,12 @@ struct DeltaRoom {
           heads(arena.operand(delta_outputs(l), max_rows, form_bit(l.output))) {
         for (int m = 0; l.is_by_row && m < 2; ++m)
             low[m] = arena.operand(l.low[m].num_rows, max_rows, form_bit(l.high[m]));
+        gates = arena.take<float>(l.has_sigmoid_gates ? max_rows * delta_outputs(l) : 0);
     }
 
     float* projected;       // [max_rows, delta_inputs]
     Operand heads, low[2];  // low: [max_rows, R]
+    float* gates;           // [max_rows, V M], whose sigmoids multiply
 };
 
 // From the rows' projections to their heads' outputs.
@@ -122,7 +130,18 @@ class DeltaNet final : public OperationOf<HsDelta, DeltaRoom> {
                           stride);
         }
         call.ended(TIMED_INPUTS);
+        const int64_t size = delta_outputs(l);
+        if (l.has_sigmoid_gates)
+            call.rows(2 * size, [&](int64_t t) {
+                float* own = room.projected + t * stride + delta_kept(l);
+                std::copy_n(own, size, room.gates + t * size);
+                std::fill_n(own, size, PASSING_GATE);
+            });
         run_delta(l, room, call);
+        if (l.has_sigmoid_gates)
+            call.rows(16 * size, [&](int64_t t) {
+                kernels().gate_by(room.heads.row(t), room.gates + t * size, size);
+            });
         call.ended(TIMED_ATTEND);
         call.show_heads(room.heads);
         call.multiply(l.output, room.heads, call.written[0]->f32);

@@ -1,6 +1,6 @@
 // Gated short convolutions; model/short_conv.py has the formula. Each value of a row is computed in the same order
 // whatever rows are beside it.
-#include "operation.h"
+#include "state_spans.h"
 
 struct HsShortConv {
     HsMatrix input, output;       // [3 D, D], [D, D]
@@ -47,42 +47,17 @@ class ShortConv final : public OperationOf<HsShortConv, ShortConvRoom> {
             const float* u = b + 2 * D;
             for (int64_t d = 0; d < D; ++d) b[d] *= u[d];
         });
-        std::array<int64_t, MAX_ROWS + 1> begin;
-        std::array<int64_t, MAX_ROWS> first;  // the row with which each row's sequence begins
-        const int64_t num_runs = call.runs(begin);
-        for (int64_t run = 0; run < num_runs; ++run)
-            std::fill(first.begin() + begin[run], first.begin() + begin[run + 1], begin[run]);
+        const RowHistory inputs(l.state, l.kept, room.projected, 3 * D, J - 1, D, call);
         call.rows((J + 2) * D, [&](int64_t t) {
-            const HsRow &own = call.row[t], &begin = call.row[first[t]];
-            // The inputs of the row that is `before` rows before t; null: zeros.
-            auto inputs = [&](int64_t before) -> const float* {
-                if (t - before >= first[t]) return room.projected + (t - before) * 3 * D;
-                const int64_t again = begin.num_again + t - before - first[t];
-                if (again >= 0) return l.kept + (begin.again + again) * D;
-                return begin.reads < 0 ? nullptr
-                                       : l.state + (begin.reads * (J - 1) + J - 1 + again) * D;
-            };
-            auto store = [&](int32_t slot, int64_t before) {
-                for (int64_t j = 0; slot >= 0 && j < J - 1; ++j) {
-                    const float* x = inputs(before + J - 2 - j);
-                    float* to = l.state + (slot * (J - 1) + j) * D;
-                    if (x)
-                        std::copy_n(x, D, to);
-                    else
-                        std::fill_n(to, D, 0.0f);
-                }
-            };
             float* y = room.mixed.row(t);
             std::fill_n(y, D, 0.0f);
             for (int64_t j = 0; j < J; ++j) {
-                const float *x = inputs(J - 1 - j), *factor = l.conv + j * D;
+                const float *x = inputs.at(t, J - 1 - j), *factor = l.conv + j * D;
                 for (int64_t d = 0; x && d < D; ++d) y[d] += factor[d] * x[d];
             }
             const float* c = room.projected + t * 3 * D + D;
             for (int64_t d = 0; d < D; ++d) y[d] *= c[d];
-            store(own.writes, 0);
-            if (t == first[t]) store(own.begins, 1);
-            if (own.keeps >= 0) std::copy_n(inputs(0), D, l.kept + own.keeps * D);
+            inputs.store(t);
         });
         call.ended(TIMED_ATTEND);
         call.show_heads(room.mixed);

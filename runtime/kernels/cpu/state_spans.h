@@ -41,6 +41,59 @@ void for_state_spans(Head head, const StateMemory& memory, int64_t at, const HsR
     }
 }
 
+// The values that an operation has made of rows of a text, of which later rows read the last `depth`: those of the pass,
+// of the rows that are repeated before them, and of the state.
+struct RowHistory {
+    float* state;       // [num_slots, depth, size], oldest first
+    float* kept;        // [num_kept, size]
+    const float* made;  // of the pass, [T, stride]
+    int64_t stride, depth, size;
+    const HsRow* row;
+    std::array<int64_t, MAX_ROWS> first;  // the row with which each row's sequence begins
+
+    RowHistory(float* state, float* kept, const float* made, int64_t stride, int64_t depth,
+               int64_t size, const OperationCall& call)
+        : state(state),
+          kept(kept),
+          made(made),
+          stride(stride),
+          depth(depth),
+          size(size),
+          row(call.row) {
+        for (int64_t t = 0; t < call.num_rows; ++t)
+            first[t] = t && row[t].sequence == row[t - 1].sequence ? first[t - 1] : t;
+    }
+
+    // Those of the row `before` rows before row t; null: before the text.
+    const float* at(int64_t t, int64_t before) const {
+        const HsRow& begin = row[first[t]];
+        if (t - before >= first[t]) return made + (t - before) * stride;
+        const int64_t again = begin.num_again + t - before - first[t];
+        if (again >= 0) return kept + (begin.again + again) * size;
+        return begin.reads < 0 ? nullptr : state + (begin.reads * depth + depth + again) * size;
+    }
+
+    // Stores what is to be stored of row t.
+    void store(int64_t t) const {
+        store(row[t].writes, t, 0);
+        if (t == first[t]) store(row[t].begins, t, 1);
+        if (row[t].keeps >= 0) std::copy_n(at(t, 0), size, kept + row[t].keeps * size);
+    }
+
+  private:
+    // The state after the row `before` rows before row t.
+    void store(int32_t slot, int64_t t, int64_t before) const {
+        for (int64_t j = 0; slot >= 0 && j < depth; ++j) {
+            const float* x = at(t, before + depth - 1 - j);
+            float* to = state + (slot * depth + j) * size;
+            if (x)
+                std::copy_n(x, size, to);
+            else
+                std::fill_n(to, size, 0.0f);
+        }
+    }
+};
+
 // Memory of a thread for `count` values, 64-aligned.
 inline float* thread_scratch(int64_t count) {
     static thread_local std::vector<float> scratch;

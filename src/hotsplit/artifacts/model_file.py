@@ -249,6 +249,14 @@ class ModelFile:
                 f" main model; run that one with -md {self.path}"
             )
 
+    def refuse_on_gpu(self) -> None:
+        """Raises HotsplitError for a model whose layers no GPU computes."""
+        if what := self.bare_spec.only_on_cpu:
+            raise HotsplitError(
+                f"{self.path}: {what} have no kernels for a GPU so far; leave the plan out and use"
+                " --device cpu"
+            )
+
     def refuse_chosen(self, what: str, instead: str) -> None:
         """Raises HotsplitError for a model that chooses a token's neurons itself, for which `what`
         is not supported: a mixture of experts, or one whose neurons depend on all gates of their

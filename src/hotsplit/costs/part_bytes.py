@@ -13,7 +13,7 @@ from hotsplit.costs.state_bytes import kept_bytes, slots_bytes, state_bytes
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.files.gguf_types import block_sizes
 from hotsplit.model.draft_block import OUTPUT_NORM
-from hotsplit.model.operations import PositionWise
+from hotsplit.model.operations import BlockOp
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import HEAD_BIAS
 from hotsplit.model.weight_types import FLOAT_NAMES, INEXACT_ROWS
@@ -288,17 +288,17 @@ def embedding_bytes(model: ModelFile) -> int:
     return tokens + outside + (positions.num_bytes if positions else 0)
 
 
-def outside_of(model: ModelFile) -> tuple[PositionWise, ...]:
+def outside_of(model: ModelFile) -> tuple[BlockOp, ...]:
     """The operations outside the layers, which the host runs."""
     return *model.spec.first, *model.spec.last
 
 
-def entries_of(model: ModelFile, block: PositionWise) -> dict[str, TensorEntry]:
+def entries_of(model: ModelFile, block: BlockOp) -> dict[str, TensorEntry]:
     """The tensors of such an operation, by name."""
     return {name: model.tensors[name] for name in block.shapes(model.spec.hidden_size)}
 
 
-def block_read(model: ModelFile, block: PositionWise) -> int:
+def block_read(model: ModelFile, block: BlockOp) -> int:
     """Bytes of such an operation's tensors that the host reads for a token: of a table, a row."""
     entries = entries_of(model, block).items()
     return sum(e.row_bytes if name in block.tables else e.num_bytes for name, e in entries)

@@ -2,6 +2,7 @@
 (hotsplit.runtime.cache.state_slots)."""
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.model.operations import Stateful
 from hotsplit.options.generation_options import MOST_DRAFTED
 
 SAVED_STATES = 2  # recurrent states that a sequence has at most besides its current one
@@ -9,9 +10,8 @@ MOST_KEPT = 1 + MOST_DRAFTED  # rows of a check whose inputs are kept
 
 
 def state_bytes(model: ModelFile, layer: int) -> int:
-    """Bytes of the recurrent state of one sequence in a layer; 0 in a layer without one."""
-    recurrent = model.spec.layers[layer].recurrent
-    return 0 if recurrent is None else 4 * recurrent.num_state_values
+    """Bytes of the states of one sequence in a layer; 0 in a layer without one."""
+    return 4 * sum(block.num_state_values for block in _stateful(model, layer))
 
 
 def slots_bytes(model: ModelFile, layer: int, num_sequences: int) -> int:
@@ -21,8 +21,13 @@ def slots_bytes(model: ModelFile, layer: int, num_sequences: int) -> int:
 
 def kept_bytes(model: ModelFile, layer: int, num_sequences: int) -> int:
     """Bytes of the inputs that a layer on the CPU keeps of rows; 0 in a layer without a state."""
-    recurrent = model.spec.layers[layer].recurrent
-    return 0 if recurrent is None else 4 * num_kept(num_sequences) * recurrent.kept_size
+    return 4 * num_kept(num_sequences) * sum(x.kept_size for x in _stateful(model, layer))
+
+
+def _stateful(model: ModelFile, layer: int) -> tuple[Stateful, ...]:
+    """The operations with a state of a layer, for the first with those before it."""
+    before = tuple(block for block in model.spec.first if isinstance(block, Stateful))
+    return (*(before if layer == 0 else ()), *model.spec.layers[layer].stateful)
 
 
 def num_kept(num_sequences: int) -> int:

@@ -67,7 +67,9 @@ class Sources:
     head, by its name within a layer. constants: tensors whose names end so are not in the
     checkpoint and have this value everywhere. changes: of the values of tensors whose names end so;
     the first that matches counts. factors: of the rows of matrices, or one of all rows, by which a
-    model file has them multiplied, by name as `rows`. ignored: suffixes of the names of tensors
+    model file has them multiplied, by name as `rows`. pieces: tensors whose rows may be those of
+    several of the checkpoint's, which `name_of` calls by the name with the piece's number before
+    `.weight`. ignored: suffixes of the names of tensors
     that are left out;
     ignored_prefixes: beginnings of such names, which are noted."""
 
@@ -78,6 +80,7 @@ class Sources:
     constants: Mapping[str, float] = field(default_factory=dict)
     changes: Mapping[str, ValueChange] = field(default_factory=dict)
     factors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    pieces: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = IGNORED
     ignored_prefixes: tuple[str, ...] = ()
     expert_form: ExpertForm = "rows"

@@ -5,8 +5,10 @@ dense and mixtures. Their norms multiply by 1 + weight; a model file has that su
 A checkpoint has the value heads of a key head side by side. llama.cpp's files of Qwen 3.5 have the
 first of each key head before the second of each (DeltaNet.is_grouped)."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +34,7 @@ from hotsplit.files.gguf_file import Value, chosen_rows
 from hotsplit.files.typed import shown
 from hotsplit.model.arrangements import Arrangement
 from hotsplit.model.delta_net import DeltaNet
-from hotsplit.model.spec import ModelSpec
+from hotsplit.model.spec import LayerSpec, ModelSpec
 
 PERIOD, MOST_TAPS = 4, 16
 # Layers that only predict tokens further ahead.
@@ -172,7 +174,19 @@ def apart(spec: ModelSpec, tensors: Tensors) -> Tensors:
     return found
 
 
-def of_keys(read: KeyReader, *, has_experts: bool) -> ModelSpec:
+_PRE_NORM = partial(Arrangement.pre_norm, second=SECOND_NORM)
+
+
+def of_keys(
+    read: KeyReader,
+    *,
+    has_experts: bool,
+    arrange: Callable[..., LayerSpec] = _PRE_NORM,
+    has_sigmoid_gates: bool = False,
+    attention: Mapping[str, Any] | None = None,
+    **model: Any,
+) -> ModelSpec:
+    """`arrange`, `attention`: as for `decoder_spec`; `model`: further fields of the spec."""
     kv_heads = "attention.head_count_kv"
     read, has_keys_L = read.with_one(kv_heads)  # ollama lists it, with zeros for delta nets
     sizes, name = read.sizes(is_partly_rotated=True), read.graph.name
@@ -201,15 +215,18 @@ def of_keys(read: KeyReader, *, has_experts: bool) -> ModelSpec:
         experts = experts_of_keys(read, has_shared=True, has_shared_gate=True)
         if not experts.num_shared:  # as in llama.cpp
             experts = replace(experts, num_shared=sizes.num_neurons)
-    delta = None if all(attends_L) else _delta_of_keys(read, sizes)
+    delta = None
+    if not all(attends_L):
+        delta = replace(_delta_of_keys(read, sizes), has_sigmoid_gates=has_sigmoid_gates)
     return decoder(
         read,
         is_partly_rotated=True,
-        arrange=partial(Arrangement.pre_norm, second=SECOND_NORM),
+        arrange=arrange,
         mixers=[None if attends else delta for attends in attends_L],
         experts=experts,
         has_head_norms=True,
-        attention={"is_gated": True},
+        attention={"is_gated": True, **(attention or {})},
+        **model,
     )
 
 
@@ -317,7 +334,7 @@ FAMILIES = (
     QWEN3_5.with_images("Qwen3_5ForConditionalGeneration", "qwen3_5"),
     QWEN3_5_MOE.with_images("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
 )
-_KEYS = (
+KEYS_OF_GRAPH = (
     "full_attention_interval",
     "attention.recurrent_layers",
     "nextn_predict_layers",
@@ -338,7 +355,7 @@ GRAPHS = tuple(
     Architecture(
         name=name,
         of_keys=partial(of_keys, has_experts=name != "qwen35"),
-        known_keys=_KEYS if name == "qwen35" else (*KEYS, *_KEYS),
+        known_keys=KEYS_OF_GRAPH if name == "qwen35" else (*KEYS, *KEYS_OF_GRAPH),
         not_in_stock=_not_in_stock,
         apart=apart,
     )

@@ -94,8 +94,8 @@ class Family:
     by_type: for a config that may be one of several families', these by its `model_type`.
 
     What is peculiar: `derived` gives values of the config that follow from others, `keys` further
-    keys of the GGUF, `tensors` optional tensors, by name within all layers or in one or as
-    HEAD_BIAS, with the shapes that keys lack, and `sources` says where a checkpoint's tensors are
+    keys of the GGUF, `tensors` optional ones, by name within all layers or in one, as HEAD_BIAS
+    or a table, with the shapes that keys lack, and `sources` says where a checkpoint's tensors are
     if they are not named and ordered as a model file's."""
 
     classes: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from hotsplit.families.text_models import text_model
 from hotsplit.files.gguf_file import TensorEntry, Value
 from hotsplit.files.typed import shown
 from hotsplit.model.draft_block import JOIN
+from hotsplit.model.ngrams import TABLE
 from hotsplit.model.tensors import HEAD_BIAS
 from hotsplit.model.unsupported import CONFIG_KEYS, elsewhere_as_gguf, why_not_run
 
@@ -110,7 +111,7 @@ def _blueprint(
     flagged = (name for flag, names in family.flags.items() if read.flag(flag) for name in names)
     optional = {"ffn_down.weight": (), **dict.fromkeys(flagged, ()), **family.tensors(read)}
     given = dict.fromkeys(divisors, _NONE) | {
-        name if name.startswith(("blk.", HEAD_BIAS)) else f"blk.{layer}.{name}": replace(
+        name if name.startswith(("blk.", HEAD_BIAS, TABLE)) else f"blk.{layer}.{name}": replace(
             _NONE, shape=shape
         )
         for name, shape in optional.items()

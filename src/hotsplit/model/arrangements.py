@@ -8,6 +8,12 @@ from hotsplit.model.latent_experts import LATENT, LATENT_SUM, FromLatent, ToLate
 from hotsplit.model.operations import PositionWise
 from hotsplit.model.route import ROUTER
 from hotsplit.model.spec import Add, Attention, Block, LayerSpec, Mixer, Neurons, Norm, Route
+from hotsplit.model.streams import (
+    MixerToStreams,
+    NeuronsToStreams,
+    StreamsToMixer,
+    StreamsToNeurons,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +172,26 @@ class Arrangement:
                 *blocks,
                 after.make_norm("post_ffw_norm", written, "ffn_out"),
                 *last,
+            )
+        )
+
+    def streams(
+        self, mixer: Mixer, neurons: Neurons | Mixture, *, num_streams: int, rank: int
+    ) -> LayerSpec:
+        """Mixer and feed-forward read means of several streams, and add to all of them
+        (Qwen3.8-Flash-Next)."""
+        blocks, outputs = _feed_forward(neurons)
+        mean: dict[str, Any] = {"num_streams": num_streams, "rank": rank}
+        mean["epsilon"] = self.epsilon
+        return LayerSpec(
+            blocks=(
+                StreamsToMixer(**mean),
+                mixer,
+                MixerToStreams(num_streams=num_streams),
+                StreamsToNeurons(**mean),
+                *blocks,
+                *([Add(terms=outputs, writes="ffn_out")] if len(outputs) > 1 else []),
+                NeuronsToStreams(num_streams=num_streams),
             )
         )
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, fields
 
 from hotsplit.model.blocks import Kept, Norm
+from hotsplit.model.indexer import Indexer
 from hotsplit.model.latent import Latent
 from hotsplit.model.rope import Rotary
 
@@ -77,12 +78,14 @@ class Attention(Heads, Scores):
     `biases`: names of the projections that have one. `source`: the layer before it whose keys and
     values it reads, as that layer has stored them, and has none of its own (Gemma 3n, the E-models
     of Gemma 4), or one of another model (model/assistant.py). `latent`: how queries and the only
-    key are made, and outputs of what the heads sum (DeepSeek)."""
+    key are made, and outputs of what the heads sum (DeepSeek). `indexer`: of sparse attention,
+    which is computed where it is to all tokens (Qwen3.8-Flash-Next)."""
 
     rotary: Rotary | None
     head_norm: Norm | None = None
     source: int | None = None
     latent: Latent | None = None
+    indexer: Indexer | None = None
     is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
     biases: frozenset[str] = frozenset()
     reads: str = "attn_in"

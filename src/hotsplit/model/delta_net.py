@@ -24,6 +24,7 @@ class DeltaNet(Recurrent):
         S = decay * S;  S = S + k (beta * (v - S^T k))^T;  o_VM = S^T q, of each value head
         y_D = ssm_out (RMSnorm_M(o; ssm_norm, epsilon) * silu(attn_gate x))
 
+    With `has_sigmoid_gates`, sigmoid(attn_gate x) is the factor (Qwen3.8-Flash-Next).
     Inputs before the first token, and the first state, are zeros. Value head h reads key head h % G
     or, if `is_grouped`, h // (V / G); the latter files (Qwen3-Next's) have one matrix ssm_ba
     instead of ssm_beta and ssm_alpha, with of each key head in turn the rows of beta, then those of
@@ -46,6 +47,7 @@ class DeltaNet(Recurrent):
     epsilon: float  # of the norm of the output
     num_taps: int = 4
     is_grouped: bool = False
+    has_sigmoid_gates: bool = False
     reads: str = "attn_in"
     writes: str = "attn_out"
 
@@ -128,6 +130,7 @@ class KimiDelta(DeltaNet):
     )
     high: ClassVar[tuple[str, ...]] = ("ssm_f_b", "ssm_g_b")
     num_kernels: ClassVar[int] = 12  # nine products
+    has_sigmoid_gates: bool = True
 
     @property
     def num_decays(self) -> int:

@@ -3,8 +3,8 @@ stages ask of it, the module `room` of runtime/ops loads and computes it, and it
 it by its kind (kernels/cpu/operation.h). No other place names it.
 
 A position-wise one (Vaswani et al. 2017, arXiv 1706.03762, say so of feed-forward layers) computes
-values of a token from values of the same token. A recurrent one stands in attention's place, and
-reads earlier tokens through a state of a fixed size."""
+values of a token from values of the same token. One with a state reads earlier tokens through that,
+which has a fixed size; a recurrent one stands in attention's place."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ class BlockOp(ABC):
     """The base of such blocks, which are frozen dataclasses. `kind`: its name in the step program;
     `room`: its module in runtime/ops; `num_kernels`: those that a GPU launches for it; `tables`: of
     its tensors, those of which a token reads one row, which notes on memory call `words`;
-    `unquantised`: matrices that llama.cpp's quantiser leaves in 16 or 32 bits."""
+    `unquantised`: matrices that llama.cpp's quantiser leaves in 16 or 32 bits; `only_on_cpu`: what
+    people call an operation of layers without kernels for a GPU."""
 
     kind: ClassVar[str]
     room: ClassVar[str]
@@ -33,6 +34,7 @@ class BlockOp(ABC):
     tables: ClassVar[tuple[str, ...]] = ()
     words: ClassVar[str] = ""
     unquantised: ClassVar[tuple[str, ...]] = ()
+    only_on_cpu: ClassVar[str] = ""
 
     @classmethod
     def part(cls) -> str:
@@ -72,7 +74,29 @@ class PositionWise(BlockOp):
     """An operation on values of one token."""
 
 
-class Recurrent(BlockOp):
+class Stateful(BlockOp):
+    """An operation that reads earlier tokens through a state."""
+
+    @property
+    @abstractmethod
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the f32 tensors that are the state after a token."""
+
+    @property
+    @abstractmethod
+    def kept_size(self) -> int:
+        """Values of a token that its state after the token is made from, besides that before."""
+
+    @property
+    def num_state_values(self) -> int:
+        return sum(map(prod, self.state_shapes))
+
+    @abstractmethod
+    def kept(self, index: int) -> Kept:
+        """What layer `index` with this operation keeps of a text."""
+
+
+class Recurrent(Stateful):
     """A mixer with a state. `output`: the matrix that its last product is with; all others multiply
     its input."""
 
@@ -87,16 +111,6 @@ class Recurrent(BlockOp):
     @property
     def outputs(self) -> tuple[str, ...]:
         return (self.writes,)
-
-    @property
-    @abstractmethod
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the f32 tensors that are the state after a token."""
-
-    @property
-    @abstractmethod
-    def kept_size(self) -> int:
-        """Values of a token that its state after the token is made from, besides that before."""
 
     @property
     @abstractmethod
@@ -117,10 +131,5 @@ class Recurrent(BlockOp):
         sizes = self.projected_size, self.query_size, self.mixed_size
         return sum(map(padded, sizes))
 
-    @property
-    def num_state_values(self) -> int:
-        return sum(map(prod, self.state_shapes))
-
     def kept(self, index: int) -> Kept:
-        """What layer `index` with this mixer keeps of a text."""
         return Kept(name=f"state.{index}", what="a state")

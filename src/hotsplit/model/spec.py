@@ -21,7 +21,7 @@ from hotsplit.model.attention import Attention
 from hotsplit.model.blocks import Add, Norm, Predict
 from hotsplit.model.modes import Mode, computes_all, runs_predictors
 from hotsplit.model.neurons import NO_NEURONS, Activation, Neurons
-from hotsplit.model.operations import TOKEN, BlockOp, PositionWise, Recurrent
+from hotsplit.model.operations import TOKEN, BlockOp, PositionWise, Recurrent, Stateful
 from hotsplit.model.rope import NO_SCALING, RopeScaling, Rotary
 from hotsplit.model.route import Route
 from hotsplit.model.together import Together
@@ -103,6 +103,11 @@ class LayerSpec:
         return tuple(block for block in self.blocks if isinstance(block, PositionWise))
 
     @cached_property
+    def stateful(self) -> tuple[Stateful, ...]:
+        """The operations with a state, mixers or not."""
+        return tuple(block for block in self.blocks if isinstance(block, Stateful))
+
+    @cached_property
     def norms(self) -> dict[str, Norm]:
         """The norms of the hidden size, by name, in order."""
         return {block.name: block for block in self.blocks if isinstance(block, Norm)}
@@ -150,7 +155,7 @@ class ModelSpec:
     logit_cap: float | None = None
     has_positions: bool = False
     has_head_bias: bool = False
-    first: tuple[PositionWise, ...] = ()
+    first: tuple[PositionWise | Stateful, ...] = ()
     last: tuple[PositionWise, ...] = ()
     pooling: Pooling | None = None
     draft: "ModelSpec | None" = None
@@ -225,8 +230,15 @@ class ModelSpec:
 
     @property
     def has_states(self) -> bool:
-        """True if some layers have a recurrent state."""
-        return any(layer.recurrent is not None for layer in self.layers)
+        """True if some operations have a state."""
+        is_before = any(isinstance(block, Stateful) for block in self.first)
+        return is_before or any(layer.stateful for layer in self.layers)
+
+    @cached_property
+    def only_on_cpu(self) -> str:
+        """What its layers have that no GPU computes; "" for nothing."""
+        words = (block.only_on_cpu for layer in self.layers for block in layer.operations)
+        return next(filter(None, words), "")
 
     @cached_property
     def needs_all_gates(self) -> bool:

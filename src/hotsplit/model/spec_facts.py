@@ -52,7 +52,10 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ("window", _each(f"{w:,} tokens in {windows.count(w)} layers" for w in windows)),
         ("rotary base", _each(f"{a.rotary.theta:g}" for a in attentions if a.rotary)),
         ("rotary scaling", spec.rotary.scaling.words if spec.rotary else ""),
-        ("norm epsilon", _each(f"{max(n.epsilon for n in x.norms.values()):g}" for x in layers)),
+        (
+            "norm epsilon",
+            _each(f"{max(n.epsilon for n in x.norms.values()):g}" for x in layers if x.norms),
+        ),
     ]
     return [row for row in rows if row[1]]
 

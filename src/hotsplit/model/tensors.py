@@ -117,9 +117,9 @@ def is_router(name: str) -> bool:
 
 def is_vector(name: str, shape: tuple[int, ...]) -> bool:
     """True for what is kept in f32: all that is no matrix, or several vectors, such as the biases
-    of experts [E, N] and the norms of heads [H, W]."""
+    of experts [E, N], the norms of heads [H, W], and what injects into streams [S, S D]."""
     return len(shape) == 1 or name.endswith(
-        (".bias", "_norm.weight", "_coef.weight", *CONVOLUTIONS, *OF_HEADS)
+        (".bias", "_norm.weight", "_coef.weight", "_inject.weight", *CONVOLUTIONS, *OF_HEADS)
     )
 
 
@@ -147,6 +147,8 @@ def _attention(block: Attention, hidden_size: int) -> Shapes:
     shapes["attn_output.weight"] = (hidden_size, block.output_size)
     if block.latent is not None:
         shapes |= block.latent.shapes(block.num_heads)
+    if block.indexer is not None:
+        shapes |= block.indexer.shapes(hidden_size)
     shapes |= {f"{name}.weight": shape for name, shape in block.normed.items()}
     shapes |= {vector.name: (block.num_heads,) for vector in block.vectors.values()}
     sizes = {"attn_output": hidden_size, **rows}
