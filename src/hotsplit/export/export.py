@@ -197,6 +197,7 @@ def check_belongs(split: Split, split_path: Path, profile: Profile, profile_path
 
 
 def check_same_model(split: Split, split_path: Path, profile: Profile, profile_path: Path) -> None:
+    """Raises HotsplitError for a profile of another model than the plan's."""
     if split.model_id != profile.model_id:
         raise HotsplitError(
             f"{split_path}: made for model {split.model_id[:12]}, but {profile_path} is of"
