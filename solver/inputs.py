@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hotsplit.artifacts.data_sheets import has_assumed_memory, load_machine
-from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
+from hotsplit.artifacts.machine_file import Drive, Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile, with_rope_scaling
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs.cache_bytes import CacheSize
@@ -15,6 +15,7 @@ from hotsplit.costs.part_bytes import (
     DEFAULT_CONTEXT,
     cache_bytes,
     embedding_bytes,
+    expert_slots_bytes,
     inexact_kinds,
     layer_bytes,
 )
@@ -72,6 +73,14 @@ class Inputs:
         can_draft = self.has_draft and self.model.draft is not None and not is_one_token
         return can_draft and not inexact_kinds(self.model)
 
+    @cached_property
+    def drive(self) -> Drive | None:
+        """The drive on which experts may be; None for models without, and plans that keep all in
+        memory: of several GPUs, or with a neuron cache."""
+        if not self.model.spec.has_experts or len(self.budgets) > 1 or self.swapped_rows:
+            return None
+        return None if self.kv_offload is not None else self.machine.drive_at(self.paths[0])
+
     @property
     def gpus(self) -> tuple[Gpu, ...]:
         return (self.machine.gpus or (NO_GPU,))[: len(self.budgets)]
@@ -106,6 +115,11 @@ class Inputs:
             need_bytes=0 if self.swapped_rows else need_bytes,
             together=tuple(group.layers for group in groups),
         )
+
+    def with_slots(self, pipeline: Pipeline) -> Pipeline:
+        """The problem with experts on the drive, whose slots main memory holds as well."""
+        need_bytes = pipeline.need_bytes + expert_slots_bytes(self.model)
+        return replace(pipeline, need_bytes=need_bytes)
 
     @property
     def gpu_workspace(self) -> int:

@@ -124,6 +124,12 @@ def search(problem: Problem) -> LagrangianResult:
     return LagrangianResult(bound_s=bound_s, objective_s=best_s, placement=best)
 
 
+def gpu_bound(problem: Problem) -> float:
+    """The bound over all placements that use the GPU; infinite if none fits."""
+    branches = _branches(problem)
+    return branches[0].value_s if branches else np.inf
+
+
 def priced_layers(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Least M_l + price * neuron bytes of each layer, and its number of hot neurons. Two arrays [2,
     K, L]; the first index is 1 for a dense block on the GPU. The cost is exact or too low."""

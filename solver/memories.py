@@ -11,6 +11,7 @@ from hotsplit.errors import DoesNotFitError
 from hotsplit.solver.fullest import fullest_plan, least_room
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.multi_gpu import Pipeline, bytes_of_gpus
+from hotsplit.solver.three_memories import missing_bytes
 from hotsplit.system.sizes import format_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -40,7 +41,10 @@ def check_budgets(inputs: Inputs, pipeline: Pipeline) -> None:
     holds nothing, or too little room in all."""
     is_unusable = any(0 < p.budget_bytes < p.minimum_bytes for p in pipeline.problems)
     room = min(pipeline.room_bytes, pipeline.model.placeable_bytes)
-    if is_unusable or room < pipeline.need_bytes:
+    has_room = room >= pipeline.need_bytes
+    if inputs.drive is not None:
+        has_room = has_room or missing_bytes(inputs.with_slots(pipeline)) <= 0
+    if is_unusable or not has_room:
         raise too_small(inputs, pipeline)
 
 
@@ -49,6 +53,10 @@ def too_small(inputs: Inputs, pipeline: Pipeline) -> TooSmallError:
     usable = tuple(
         max(p.budget_bytes, p.minimum_bytes) if p.budget_bytes > 0 else 0 for p in pipeline.problems
     )
+    if inputs.drive is not None and usable == inputs.budgets:
+        in_memory = pipeline.need_bytes - sum(bytes_of_gpus(pipeline, fullest_plan(pipeline)))
+        host = inputs.host_budget + min(in_memory, missing_bytes(inputs.with_slots(pipeline)))
+        return TooSmallError(inputs, pipeline, Smallest(budgets=None, host=host))
     raised = pipeline if usable == inputs.budgets else replace(inputs, budgets=usable).pipeline()
     missing = raised.need_bytes - sum(bytes_of_gpus(raised, fullest_plan(raised)))
     host = inputs.host_budget + missing

@@ -5,6 +5,7 @@ recorded loss is within the limit (hotsplit.costs.default_mode). Mode dense is a
 neuron cache is asked for; its plan is never slower than a split by whole layers that fits
 (`layer_split`). The fastest wins; the others' times are reported."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,6 +19,7 @@ from hotsplit.solver.layer_split import as_plan, layer_split, without_experts
 from hotsplit.solver.memories import TooSmallError, check_budgets, least_of, too_small
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
 from hotsplit.solver.optimise import Answer, find_plan
+from hotsplit.solver.three_memories import find_with_drive
 from hotsplit.solver.with_cache import check_host
 
 Obvious = Literal["whole layers", "experts on the CPU"]
@@ -118,11 +120,29 @@ def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: fl
         if plan_is_feasible(pipeline, plan)
     ]
     answer = find_plan(pipeline, time_limit_s=time_limit_s, known=[*known.values()], beat_s=beat_s)
+    if inputs.drive is not None and pipeline.need_bytes > 0:
+        answer = _with_drive(inputs, pipeline, answer, known.values(), time_limit_s)
     if answer is None:
         raise too_small(inputs, pipeline)
     if inputs.swapped_rows:
         check_host(inputs, pipeline, answer.placement)
     return Found(inputs=inputs, pipeline=pipeline, answer=answer, others=tuple(others))
+
+
+def _with_drive(
+    inputs: Inputs,
+    pipeline: Pipeline,
+    answer: Answer | None,
+    known: Iterable[PipelinePlacement],
+    time_limit_s: float,
+) -> Answer | None:
+    """The faster one of `answer`, which has all experts in memory (None: they do not fit), and the
+    best plan with some on the drive."""
+    found = find_with_drive(inputs.with_slots(pipeline), time_limit_s=time_limit_s, known=[*known])
+    if answer is None or found is None:
+        return found or answer
+    best = found if found.objective_s < answer.objective_s else answer
+    return replace(best, bound_s=min(found.bound_s, answer.bound_s))
 
 
 def obvious_plans(inputs: Inputs) -> dict[Obvious, PipelinePlacement]:

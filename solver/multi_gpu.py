@@ -35,6 +35,7 @@ from hotsplit.solver.problem import (
     ROUNDING,
     Problem,
     SolvedPlacement,
+    drive_bytes,
     gpu_use_seconds,
     head_seconds,
     held_bytes,
@@ -164,7 +165,8 @@ def plan_is_feasible(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
     device_L = np.where(plan.placement.dense_L, plan.home_I[:-1], -1)
     if any(len({*device_L[list(group)].tolist()}) > 1 for group in pipeline.together):
         return False
-    if sum(bytes_of_gpus(pipeline, plan)) < pipeline.need_bytes:
+    elsewhere = sum(bytes_of_gpus(pipeline, plan)) + drive_bytes(pipeline.model, plan.placement)
+    if elsewhere < pipeline.need_bytes:
         return False
     return all(is_feasible(own, plan.on_gpu(gpu)) for gpu, own in enumerate(pipeline.problems))
 

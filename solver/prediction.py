@@ -79,10 +79,19 @@ def inputs_for(split: Split, config: SolveConfig, workspace: Workspace) -> Input
 def placement_of(split: Split, inputs: Inputs) -> multi_gpu.PipelinePlacement:
     """The plan's placement, with its neurons by rank."""
     hot_LF = np.stack([inputs.units.is_hot(layer, ids) for layer, ids in enumerate(split.hot)])
+    resident_LF = None
+    if split.resident_experts:
+        resident_LF = ~hot_LF
+        for layer, ids in enumerate(split.resident_experts):
+            if ids is not None:
+                resident_LF[layer] = inputs.units.is_hot(layer, ids)
     home = split.home or (0,) * (len(split.hot) + 1)
     return multi_gpu.PipelinePlacement(
         placement=SolvedPlacement(
-            hot_LF=hot_LF, dense_L=np.array(split.dense_on_gpu), head=split.head_on_gpu
+            hot_LF=hot_LF,
+            dense_L=np.array(split.dense_on_gpu),
+            head=split.head_on_gpu,
+            resident_LF=resident_LF,
         ),
         home_I=np.array(home, np.int64),
     )

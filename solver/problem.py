@@ -60,6 +60,16 @@ the larger side over recorded choices (`replay`).
 The GPU holds at most its budget, including a workspace if it holds anything. The host stays within
 its budget if at least `need_bytes` are on the GPU.
 
+Experts may also be on the drive (`drive_s_L`, searched in `three_memories`): those that a token
+chooses are read while its others are computed, and computed as they come, so M_l has a third side,
+
+    missing_l * drive_l + hand_over * [l is split]
+
+with drive_l the seconds of reading an expert and of computing it. A read takes the bytes of its
+matrices over the rate of direct reads of that size, and of the cores what was measured.
+Main memory then holds what is on no GPU but the missing experts, and the slots that they are read
+into.
+
 Ignored: the one row of the embedding matrix per token, and the bytes (not the fixed cost) that a
 hand-over copies. `costs.part_bytes.outside_read`, of operations outside the layers, is in token_s.
 Several GPUs are modelled in `multi_gpu`; the search is in `optimise`.
@@ -106,6 +116,9 @@ class Problem:
     # Of a mixture: the experts chosen for recorded tokens, by rank, int16 [L, T, K]; -1 in layers
     # without experts, whose neurons are addressed in as many equal parts.
     rank_LTK: np.ndarray | None = None
+    # Of a mixture whose experts may be on the drive: seconds to read one and compute it; 0 in
+    # layers without experts. None: main memory holds what is on no GPU.
+    drive_s_L: np.ndarray | None = None
 
     @property
     def num_layers(self) -> int:
@@ -228,6 +241,7 @@ class Problem:
             cold_s=num_bytes * float(self.cpu_s_per_byte_L[layer]),
             kernels_s=self.kernels_s,
             hand_over_s=self.hand_over_s,
+            drive_s=0.0 if self.drive_s_L is None else float(self.drive_s_L[layer]),
         )
 
     @property
@@ -251,11 +265,13 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class SolvedPlacement:
-    """Which neurons (by rank), dense blocks and head are on the GPU."""
+    """Which neurons (by rank), dense blocks and head are on the GPU. `resident_LF`: those in main
+    memory, where some are on the drive; None: all others."""
 
     hot_LF: np.ndarray  # bool
     dense_L: np.ndarray  # bool
     head: bool
+    resident_LF: np.ndarray | None = None  # bool
 
     @property
     def num_hot_L(self) -> np.ndarray:
@@ -305,7 +321,9 @@ def placement_ffn_seconds(problem: Problem, placement: SolvedPlacement) -> np.nd
     )
     for layer in problem.replayed:
         sides, is_hot_1F = problem.sides(layer), placement.hot_LF[layer][None]
-        seconds_L[layer] = replay.sets_seconds(sides, is_hot_1F, bool(placement.dense_L[layer]))[0]
+        is_there_LF, is_dense = placement.resident_LF, bool(placement.dense_L[layer])
+        is_there_1F = None if is_there_LF is None else is_there_LF[layer][None]
+        seconds_L[layer] = replay.sets_seconds(sides, is_hot_1F, is_dense, is_there_1F)[0]
     return seconds_L
 
 
@@ -363,6 +381,14 @@ def held_bytes(problem: Problem, placement: SolvedPlacement) -> int:
     return neurons + dense + problem.head_bytes * placement.head
 
 
+def drive_bytes(problem: Problem, placement: SolvedPlacement) -> int:
+    """Bytes of a placement that are in no memory."""
+    if placement.resident_LF is None:
+        return 0
+    num_missing_L = (~placement.hot_LF & ~placement.resident_LF).sum(axis=1)
+    return int(num_missing_L @ problem.neuron_bytes_L)
+
+
 def placement_bytes(problem: Problem, placement: SolvedPlacement) -> int:
     """GPU bytes of a placement, workspace included."""
     return held_bytes(problem, placement) + problem.workspace_bytes * placement.uses_gpu
@@ -373,7 +399,8 @@ def is_feasible(problem: Problem, placement: SolvedPlacement) -> bool:
     num_hot_L = placement.num_hot_L
     has_enough = ((num_hot_L == 0) | (num_hot_L >= problem.min_hot_L)).all()
     fits = placement_bytes(problem, placement) <= problem.budget_bytes
-    return bool(has_enough) and fits and held_bytes(problem, placement) >= problem.need_bytes
+    elsewhere = held_bytes(problem, placement) + drive_bytes(problem, placement)
+    return bool(has_enough) and fits and elsewhere >= problem.need_bytes
 
 
 def segment(problem: Problem, start: int, stop: int, *, has_head: bool, need_bytes: int) -> Problem:

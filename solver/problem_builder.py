@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotsplit.artifacts.machine_file import Gpu, Machine
+from hotsplit.artifacts.machine_file import Drive, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.costs import part_bytes
@@ -91,7 +91,27 @@ def build_problem(inputs: "Inputs", gpu: Gpu, budget_bytes: int) -> Problem:
         cpu_run_s=gpu.cpu_run_s.median,
         use_s=gpu.token_s.median,
         rank_LTK=units.rank_LTK,
+        drive_s_L=None if inputs.drive is None else _drive_seconds(inputs, inputs.drive, units),
     )
+
+
+def _drive_seconds(inputs: "Inputs", drive: Drive, units: "_Placeable") -> np.ndarray:
+    """Seconds to read an expert of each layer, matrix by matrix, and to compute it, f64 [L]; what a
+    read takes of a core is taken from all threads."""
+    model, threads = inputs.model, inputs.machine.num_threads
+    seconds = np.zeros(model.spec.num_layers)
+    for layer, own in enumerate(model.spec.layers):
+        if own.route is None:
+            continue
+        sizes = [
+            entry.num_bytes / own.neurons.num_experts
+            for name, entry in model.layer_tensors[layer].items()
+            if part_bytes.is_expert(name)
+        ]
+        cores_s = [1e-9 * size * drive.best_reads(size).cpu_s_per_gb / threads for size in sizes]
+        seconds[layer] = fsum([*map(drive.read_seconds, sizes), *cores_s])
+        seconds[layer] += units.bytes_L[layer] * units.cpu_s_per_byte_L[layer]
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)

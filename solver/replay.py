@@ -13,6 +13,11 @@ convexly in n. `relax` finds good ones by Frank and Wolfe's method (1956) for th
 whose experts may be there in part, with the lines' maximum smoothed by a softmax. The bound by
 means (`Problem.least_split_s_LN`) holds as well, by Jensen's inequality.
 
+Of experts that are on the drive, m_t are chosen for a token. They are read while others are
+computed, and computed as they come, so a third side is as long as
+
+    m_t * drive_s + hand_over
+
 Letters: T recorded tokens, K experts of a token, E experts of the layer by rank (0 is the most
 frequent), H sets, N = E + 1 counts of hot experts."""
 
@@ -36,6 +41,7 @@ class Sides:
     cold_s: float
     kernels_s: float
     hand_over_s: float
+    drive_s: float = 0.0  # of reading an expert from the drive and computing it
 
     @property
     def num_used(self) -> int:
@@ -61,10 +67,18 @@ def prefix_seconds(sides: Sides, dense: bool) -> np.ndarray:
     return sides.seconds(np.cumsum(has_NT, axis=0), counts_N, dense).mean(axis=1)
 
 
-def sets_seconds(sides: Sides, hot_HE: np.ndarray, dense: bool) -> np.ndarray:
-    """M of each of these sets, f64 [H]."""
+def sets_seconds(
+    sides: Sides, hot_HE: np.ndarray, dense: bool, resident_HE: np.ndarray | None = None
+) -> np.ndarray:
+    """M of each of these sets, f64 [H]; with `resident_HE`, experts in neither are on the drive."""
     hot_HT = hot_HE[:, sides.rank_TK].sum(axis=2)
-    return sides.seconds(hot_HT, hot_HE.sum(axis=1), dense).mean(axis=1)
+    seconds_HT = sides.seconds(hot_HT, hot_HE.sum(axis=1), dense)
+    if resident_HE is not None:
+        missing_HT = (~hot_HE & ~resident_HE)[:, sides.rank_TK].sum(axis=2)
+        is_split_H1 = dense | hot_HE.any(axis=1)[:, None]
+        drive_HT = missing_HT * sides.drive_s + sides.hand_over_s * is_split_H1
+        seconds_HT = np.where(missing_HT > 0, np.maximum(seconds_HT, drive_HT), seconds_HT)
+    return seconds_HT.mean(axis=1)
 
 
 def least_seconds(sides: Sides, counts: range, by_means_N: np.ndarray) -> np.ndarray:

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from hotsplit.artifacts.data_sheets import is_named, load_machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import UNKNOWN, Split
@@ -22,8 +24,9 @@ from hotsplit.solver.expert_notes import more_line, placed_line, why_line
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
 from hotsplit.solver.notes import mode_notes, notes_of
+from hotsplit.solver.problem import SolvedPlacement
 from hotsplit.solver.solver_config import SolveConfig
-from hotsplit.solver.units import counted_layers
+from hotsplit.solver.units import ExpertUnits, counted_layers
 from hotsplit.solver.verify import verify
 from hotsplit.solver.with_cache import advice_line, check_divided, cost_line, planned_cache
 
@@ -48,6 +51,7 @@ class SolveReport:
     num_hot: int
     num_neurons: int  # of all layers; of a mixture, experts
     units: Literal["neurons", "experts"]  # which are counted
+    num_on_drive: int  # experts that are read when a token chooses them
     num_dense_on_gpu: int
     num_layers: int
     head_on_gpu: bool
@@ -128,10 +132,20 @@ def split_of(found: Found, *, solve_s: float) -> Split:
         num_experts=max(x.neurons.num_experts for x in spec.layers) if spec.has_experts else 0,
         prompt_rates=prompt_rates(inputs),
         draft_on_gpu=inputs.places_draft and bool(placement.dense_L[spec.last_attending]),
+        resident_experts=_resident_experts(inputs, placement),
     )
     gpus, cpu_bytes = empty.items_of_gpus(inputs.model)
     gpu_bytes = {item: sum(items[item] for items in gpus) for item in cpu_bytes}
     return replace(empty, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes)
+
+
+def _resident_experts(inputs: Inputs, placement: SolvedPlacement) -> tuple[np.ndarray | None, ...]:
+    if placement.resident_LF is None:
+        return ()
+    units = inputs.units
+    assert isinstance(units, ExpertUnits)
+    rows = zip(placement.hot_LF, placement.resident_LF, strict=True)
+    return tuple(units.resident_ids(n, hot_F, there_F) for n, (hot_F, there_F) in enumerate(rows))
 
 
 def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
@@ -154,6 +168,7 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         num_hot=sum(len(split.hot[layer]) for layer in counted),
         num_neurons=sum(placed_units(inputs.model, layer)[0] for layer in counted),
         units=split.units,
+        num_on_drive=sum(split.num_on_drive_L),
         num_dense_on_gpu=sum(split.dense_on_gpu),
         num_layers=pipeline.model.num_layers,
         head_on_gpu=split.head_on_gpu,

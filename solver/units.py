@@ -112,6 +112,15 @@ class ExpertUnits:
         order_F = np.argsort(-count_F, kind="stable").astype(np.int32)
         return order_F if is_hot_F.all() else order_F[:0]
 
+    def resident_ids(
+        self, layer: int, is_hot_F: np.ndarray, is_resident_F: np.ndarray
+    ) -> np.ndarray | None:
+        """The experts of a layer in main memory as a plan lists them, int32, ascending; None if all
+        that are not on a GPU are there."""
+        if not self.has_experts_L[layer] or (is_hot_F | is_resident_F).all():
+            return None
+        return np.sort(self.order_LF[layer][is_resident_F & ~is_hot_F])
+
     def is_hot(self, layer: int, ids: np.ndarray) -> np.ndarray:
         """The units of a layer that a plan has on a GPU, by rank; bool [F]."""
         if self.has_experts_L[layer]:

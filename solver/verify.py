@@ -167,15 +167,38 @@ def _experts_seconds(
     hot_T = np.isin(id_TK, ids).sum(axis=1)
     count_E = _counts(model, profile, layer)
     is_divided = len(ids) < num_experts if split.dense_on_gpu[layer] else len(ids) > 0
+    drive_s_T = _drive_seconds(split, model, machine, layer, id_TK, cold_s)
     if not is_divided and not len(ids):
-        return float(id_TK.shape[1] * cold_s)
+        return float(np.maximum(id_TK.shape[1] * cold_s, drive_s_T).mean())
     gpu = machine.gpus[home]
     kernels_s, hand_over_s = HOT_KERNELS * gpu.kernel_s.median, gpu.hand_over_s.median
     _check_minimum(layer, len(ids), count_E / len(id_TK) * cold_s, kernels_s + hand_over_s)
     num_bytes = sum(e.num_bytes for e in tensors) / num_experts
     hot_s_T = hot_T * num_bytes / gpu.neurons_rate(1.0) + (kernels_s if len(ids) else 0.0)
     cold_s_T = (id_TK.shape[1] - hot_T) * cold_s + (hand_over_s if is_divided else 0.0)
-    return float(np.maximum(hot_s_T, cold_s_T).mean())
+    drive_s_T += (drive_s_T > 0) * (hand_over_s if is_divided else 0.0)
+    return float(np.maximum(np.maximum(hot_s_T, cold_s_T), drive_s_T).mean())
+
+
+def _drive_seconds(
+    split: Split, model: ModelFile, machine: Machine, layer: int, id_TK: np.ndarray, cold_s: float
+) -> np.ndarray:
+    """Seconds that each recorded token reads experts of a layer from the drive, f64 [T]."""
+    there = split.resident_experts[layer] if split.resident_experts else None
+    if there is None:
+        return np.zeros(len(id_TK))
+    drive = machine.drive_at(model.path)
+    if drive is None:
+        raise HotsplitError("the plan is wrong: experts on a drive that was not measured")
+    read_s = cold_s
+    for name, entry in model.layer_tensors[layer].items():
+        if "_exps" in name and not is_dense(name):
+            num_bytes = entry.num_bytes / model.spec.layers[layer].neurons.num_experts
+            reads = drive.best_reads(num_bytes)
+            read_s += num_bytes / (1e9 * reads.gb_per_s.median)
+            read_s += num_bytes * reads.cpu_s_per_gb / (1e9 * machine.num_threads)
+    missing_T = (~np.isin(id_TK, [*split.hot[layer], *there])).sum(axis=1)
+    return missing_T * read_s
 
 
 def _expert_cpu_seconds(

@@ -19,7 +19,7 @@ from hotsplit.files.gguf_types import block_sizes
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.weight_types import TABLES
-from hotsplit.system.drives import DriveKind
+from hotsplit.system.drives import DriveKind, drive_of
 
 FORMAT = "hotsplit.machine"
 VERSION = 1
@@ -169,6 +169,10 @@ class Drive:
     source: Line  # "measured", or the origin of the figures
     reads: Annotated[tuple[DriveReads, ...], MinLen(1)]
 
+    def read_seconds(self, size_bytes: float) -> float:
+        """Seconds of one of many random reads of this size."""
+        return size_bytes * 1e-9 / self.best_reads(size_bytes).gb_per_s.median
+
     def best_reads(self, size_bytes: float) -> DriveReads:
         """Random reads of about this size, of the depths that reach ENOUGH of the best rate the
         least: more reads at a time only take memory and threads."""
@@ -202,6 +206,11 @@ class Machine:
         """The drive of this identity or, if it is None, the first; None if it is not known."""
         own = [each for each in self.drives if identity in (None, each.identity)]
         return own[0] if own else None
+
+    def drive_at(self, path: Path) -> Drive | None:
+        """The drive of a path or, if it was not measured or the path is not here, the first."""
+        identity = drive_of(path).identity if path.exists() else None
+        return self.drive(identity) or self.drive(None)
 
     def cpu_rate(self, kind: str, *, density: float = 1.0) -> float:
         """Bytes per second if a share `density` of the rows of a matrix of this type is read.

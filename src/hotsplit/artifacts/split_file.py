@@ -2,12 +2,14 @@
 
 Specified in docs/formats.md. `check_against` compares its byte counts with a model file."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge
 
 from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.artifacts.model_file import ModelFile
@@ -26,7 +28,7 @@ from hotsplit.files.declared import (
     Rule,
     read_declared,
 )
-from hotsplit.files.gguf_file import Value, array_entry, read_gguf, write_gguf
+from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, read_gguf, write_gguf
 from hotsplit.files.typed import other_version, shown
 from hotsplit.model.modes import Mode, runs_predictors
 from hotsplit.model.together import refuse_apart
@@ -38,6 +40,7 @@ from hotsplit.options.prompt_rates import PromptRates
 VERSION = 1
 _PREFIX = "hotsplit.split."
 UNKNOWN = "unknown"
+_OrNone = Annotated[int, Ge(-1)]
 Bytes = Annotated[
     dict[str, Count],
     Rule(
@@ -88,6 +91,19 @@ class Split(SplitKeys):
     # If set, keys and values are in main memory, and a token reads those that this rule selects.
     # None: they are where their layer's attention runs, and all are read.
     kv_offload: KeySelection | None = None
+    # Per layer: int32 ids, ascending, of the experts that stay in main memory; the others that are
+    # not on a GPU are read from the drive when a token chooses them. None: all are in main memory.
+    # (): so they are in every layer.
+    resident_experts: tuple[np.ndarray | None, ...] = ()
+
+    @property
+    def num_on_drive_L(self) -> list[int]:
+        """Experts of each layer that are in no memory."""
+        there = self.resident_experts or (None,) * len(self.hot)
+        return [
+            0 if ids is None else self.num_experts - len(hot) - len(ids)
+            for hot, ids in zip(self.hot, there, strict=True)
+        ]
 
     @property
     def units(self) -> Literal["neurons", "experts"]:
@@ -128,17 +144,20 @@ class Split(SplitKeys):
                     (groups.setdefault(group, {}) if group else values)[name] = value
             values = values | groups
             counts = read_declared(tuple[Count, ...], values.pop("hot_count", None), "hot_count")
-            hot = []
-            for layer, count in enumerate(counts):
-                entry = tensors.pop(f"blk.{layer}.ffn_hot", None) if count else None
-                hot.append(np.zeros(0, np.int32) if entry is None else np.array(entry.read()))
-            if list(counts) != [len(ids) for ids in hot]:
-                raise HotsplitError("hot_count differs from the tensors")
+            hot = _take_ids(tensors, "hot", counts)
+            found = values.pop("resident_count", None)
+            resident: list[np.ndarray | None] = []
+            if found is not None:
+                there = read_declared(tuple[_OrNone, ...], found, "resident_count")
+                ids_L = _take_ids(tensors, "resident", [max(0, count) for count in there])
+                pairs = zip(there, ids_L, strict=True)
+                resident = [None if count < 0 else ids for count, ids in pairs]
             if "prompt" in values:
                 values["prompt_rates"] = values.pop("prompt")
             cache, offload = values.pop("cache", None), values.pop("kv_offload", None)
             split = cls(
                 hot=tuple(hot),
+                resident_experts=tuple(resident),
                 cache=cache and CachePlan.take(cache, tensors, len(counts)),
                 kv_offload=None if offload is None else KeySelection.parse(str(offload)),
                 **vars(read_declared(SplitKeys, values)),
@@ -188,6 +207,14 @@ class Split(SplitKeys):
             for layer, ids in enumerate(self.hot)
             if len(ids)
         }
+        if self.resident_experts:
+            there = self.resident_experts
+            keys["resident_count"] = [-1 if ids is None else len(ids) for ids in there]
+            tensors |= {
+                f"blk.{layer}.ffn_resident": array_entry(ids, "i32")
+                for layer, ids in enumerate(there)
+                if ids is not None and len(ids)
+            }
         if self.cache is not None:
             keys |= self.cache.keys()
             tensors |= self.cache.tensors()
@@ -211,6 +238,7 @@ class Split(SplitKeys):
             )
         self._validate_gpus()
         self._validate_cache()
+        self._validate_resident()
         if not 0 <= self.bound_s <= self.objective_s * (1 + 1e-9):
             raise HotsplitError(f"bound {self.bound_s} above objective {self.objective_s}")
 
@@ -229,6 +257,27 @@ class Split(SplitKeys):
                 f"budgets {list(budgets)} for homes up to {self.home[-1]} and"
                 f" {self.vram_budget_bytes:,} bytes in all"
             )
+
+    def _validate_resident(self) -> None:
+        there = self.resident_experts
+        if not there:
+            return
+        if not self.num_experts or self.home or self.cache is not None:
+            raise HotsplitError(
+                "experts on the drive of a model without experts, of several GPUs, or beside a"
+                " neuron cache"
+            )
+        if len(there) != len(self.hot):
+            raise HotsplitError(f"resident experts of {len(there)} layers for {len(self.hot)}")
+        for layer, (hot, ids) in enumerate(zip(self.hot, there, strict=True)):
+            if ids is None:
+                continue
+            is_whole = ids.dtype == np.int32 and ids.ndim == 1 and not (ids < 0).any()
+            if not is_whole or (np.diff(ids) <= 0).any() or np.isin(ids, hot).any():
+                raise HotsplitError(
+                    f"layer {layer}: resident experts must be ascending int32, at least 0, and not"
+                    " on a GPU"
+                )
 
     def _validate_cache(self) -> None:
         if self.draft_on_gpu and (self.cache is not None or self.kv_offload is not None):
@@ -275,6 +324,7 @@ class Split(SplitKeys):
             num_sequences=self.num_sequences,
             cache_types=self.cache_types(model),
             draft_on_gpu=self.draft_on_gpu,
+            num_resident=[None if ids is None else len(ids) for ids in self.resident_experts],
         )
 
     def check_files(self, plan: Path, *, profile: Path | None, machine: Path | None = None) -> None:
@@ -311,6 +361,10 @@ class Split(SplitKeys):
             for layer, ids in enumerate(self.hot)
         ):
             raise HotsplitError(f"{path}: names layers, neurons or experts missing in {model.path}")
+        for layer, ids in enumerate(self.resident_experts):
+            number = layers[layer].neurons.num_experts if layers[layer].route is not None else 0
+            if ids is not None and (not number or (ids >= number).any()):
+                raise HotsplitError(f"{path}: names layers or experts missing in {model.path}")
         refuse_divided(path, model.spec, self.hot)
         if self.draft_on_gpu and (
             model.draft is None or not self.dense_on_gpu[model.spec.last_attending]
@@ -348,6 +402,19 @@ class Split(SplitKeys):
                     f"{path}: {item} of {model.path} takes {found[item]:,} bytes on the {side}, but"
                     f" the plan says {said[item]:,}; run hotsplit solve on this file"
                 )
+
+
+def _take_ids(
+    tensors: dict[str, TensorEntry], name: str, counts: Sequence[int]
+) -> list[np.ndarray]:
+    """Takes each layer's ids out of the tensors. Raises HotsplitError for other counts."""
+    ids_L = []
+    for layer, count in enumerate(counts):
+        entry = tensors.pop(f"blk.{layer}.ffn_{name}", None) if count else None
+        ids_L.append(np.zeros(0, np.int32) if entry is None else np.array(entry.read()))
+    if list(counts) != [len(ids) for ids in ids_L]:
+        raise HotsplitError(f"{name}_count differs from the tensors")
+    return ids_L
 
 
 def held_in(model: ModelFile, mode: Mode) -> ModelFile:

@@ -36,6 +36,9 @@ ITEMS = (
 BESIDE_WEIGHTS = ("kv_cache", "neuron_cache", "workspace")  # which no file has
 Items = dict[str, int]
 
+# Experts that are read from a drive come into slots beside those that stay in main memory: as many
+# as a token chooses in so many layers, so that one layer's are read while another's are computed.
+SLOT_LAYERS = 2
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
 FLOAT_BYTES = 4
 NUMBER_BYTES = 4
@@ -177,6 +180,16 @@ def layer_units(model: ModelFile, layer: int, number: int) -> dict[str, float]:
     for kind, size in rows:
         found[kind] = found.get(kind, 0) + size * share
     return found
+
+
+def expert_slots_bytes(model: ModelFile) -> int:
+    """The least bytes of the slots for experts that are read from a drive."""
+    layers = enumerate(model.spec.layers)
+    return SLOT_LAYERS * max(
+        layer.route.num_used * placed_units(model, number)[1]
+        for number, layer in layers
+        if layer.route is not None
+    )
 
 
 def read_share(model: ModelFile, layer: int, name: str) -> float:
@@ -400,6 +413,7 @@ def plan_bytes(
     cache_types: CacheTypes | None = None,
     neuron_cache: "CacheSize | None" = None,
     draft_on_gpu: bool = False,
+    num_resident: Sequence[int | None] = (),
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (per GPU, CPU). `num_hot`: neurons of each layer on a GPU, or experts of one
     that has them. `home` has the number of the GPU of each layer and of the head; () is a single
@@ -407,7 +421,9 @@ def plan_bytes(
     matrix only one row is read per token, so an untied one stays on the CPU. With key selection,
     all keys and values are on the CPU, and so are the norms of queries and keys per head.
     `draft_on_gpu`: a part of the draft block is where the last layer that attends is; its rest is
-    not counted here (`draft_bytes`)."""
+    not counted here (`draft_bytes`). `num_resident`: experts of each layer that main memory
+    holds, None for all that are not on a GPU; the others are on the drive and have slots. () is
+    None for all."""
     home = home or (0,) * (model.spec.num_layers + 1)
     gpus = [dict.fromkeys(ITEMS, 0) for _ in range(max(home) + 1)]
     cpu = dict.fromkeys(ITEMS, 0)
@@ -426,7 +442,8 @@ def plan_bytes(
             cpu["kv_cache"] += kept_bytes(model, layer, num_sequences)
         number, unit_bytes = placed_units(model, layer)
         gpu["neurons"] += hot * unit_bytes
-        cpu["neurons"] += (number - hot) * unit_bytes
+        resident = num_resident[layer] if num_resident else None
+        cpu["neurons"] += (number - hot if resident is None else resident) * unit_bytes
     if draft_on_gpu:
         gpu = gpus[home[model.spec.last_attending]]
         for item, size in draft_gpu_bytes(model, context_length, num_sequences).items():
@@ -438,6 +455,8 @@ def plan_bytes(
         assert len(gpus) == 1, "a neuron cache is planned for one GPU"
         gpus[0]["neuron_cache"] += neuron_cache.gpu_bytes(model, num_hot)
         cpu["neuron_cache"] += neuron_cache.host_bytes(model, num_hot, dense_on_gpu)
+    if any(count is not None for count in num_resident):
+        cpu["neuron_cache"] += expert_slots_bytes(model)
     for gpu in gpus:
         gpu["workspace"] += workspace if any(gpu.values()) else 0
     return gpus, cpu
