@@ -32,11 +32,18 @@ from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver import llamacpp_speed
 from hotsplit.solver.assumed import EXPONENT, assumed_experts, by_activation, every_neuron
 from hotsplit.solver.draft_prediction import DraftGain, draft_gain, on_gpus
+from hotsplit.solver.drive_notes import DriveUse, drive_use, drive_words, expert_read_seconds
 from hotsplit.solver.expert_notes import placed_line
 from hotsplit.solver.inputs import Inputs, inputs_from
 from hotsplit.solver.layer_split import cpu_moe, layer_split, moe_division
 from hotsplit.solver.mode_choice import Found, find
-from hotsplit.solver.multi_gpu import PipelinePlacement, cpu_only_plan, plan_seconds, with_one_home
+from hotsplit.solver.multi_gpu import (
+    Pipeline,
+    PipelinePlacement,
+    cpu_only_plan,
+    plan_seconds,
+    with_one_home,
+)
 from hotsplit.solver.optimise import Answer
 from hotsplit.solver.prediction import check_whole_host, prompt_seconds
 from hotsplit.solver.problem import on_one_device
@@ -76,6 +83,7 @@ class Forecast:
     fits_from_bytes: int  # of one GPU, for everything
     placed: str
     assumed: tuple[str, ...]
+    drive: DriveUse | None  # None: all experts are in memory
 
     @property
     def fits_cpu(self) -> bool:
@@ -134,6 +142,7 @@ def forecast(
     found = _placed(job.source, inputs, choice, uses_gpu=uses_gpu)
     plan, pipeline = found.answer.plan, found.pipeline
     split, problem = split_of(found, solve_s=0.0), pipeline.model
+    drive = drive_use(inputs, pipeline, plan)
     others, equal_s = layer_split(inputs) if uses_gpu else None, None
     if inputs.model.spec.has_experts:
         alike = replace(inputs, profile=assumed_experts(inputs.model, 0.0))
@@ -146,10 +155,10 @@ def forecast(
         cpu_only_s=plan_seconds(pipeline, cpu_only_plan(pipeline)),
         layer_split=None if others is None else (others.num_layers, others.seconds),
         cpu_moe=cpu_moe(inputs) if uses_gpu else None,
-        prompt_s=None if uses_gpu else prompt_seconds(inputs, PROMPT),
+        prompt_s=None if uses_gpu else _prompt_seconds(inputs, pipeline, plan),
         rival_prompt_s=_rival_prompt(inputs) if uses_gpu else None,
         drafts=None
-        if why_no_drafts(job, uses_gpu=uses_gpu)
+        if why_no_drafts(job, uses_gpu=uses_gpu) or drive is not None
         else draft_gain(inputs, found.answer.objective_s, on_gpus=on_gpus(inputs, pipeline, plan)),
         draft_on_gpu=split.draft_on_gpu,
         gap=found.answer.gap if choice.budgets else None,
@@ -159,8 +168,29 @@ def forecast(
         host_bytes=inputs.host_budget,
         fits_from_bytes=problem.placeable_bytes + problem.workspace_bytes,
         placed=_placed_words(inputs, found),
-        assumed=(*_assumed_words(inputs), *(_rival_words(job) if uses_gpu else ())),
+        assumed=(
+            *_assumed_words(inputs),
+            *(_rival_words(job) if uses_gpu else ()),
+            *((words,) if drive is not None and (words := drive_words(inputs)) else ()),
+        ),
+        drive=drive,
     )
+
+
+def _prompt_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> float | None:
+    """Seconds of PROMPT tokens on the CPU; experts on the drive that any of them chooses are read
+    once, while others are computed."""
+    seconds, placement, drive = prompt_seconds(inputs, PROMPT), plan.placement, inputs.drive
+    if seconds is None or placement.resident_LF is None or drive is None:
+        return seconds
+    read_s = 0.0
+    for layer in pipeline.model.replayed:
+        rank_TK = pipeline.model.sides(layer).rank_TK
+        share_F = np.bincount(rank_TK.ravel(), minlength=pipeline.model.num_neurons) / len(rank_TK)
+        away_F = ~placement.hot_LF[layer] & ~placement.resident_LF[layer]
+        num_read = (1 - (1 - share_F[away_F]) ** PROMPT).sum()
+        read_s += num_read * expert_read_seconds(inputs, drive, layer)
+    return max(seconds, float(read_s))
 
 
 def _fast_seconds(inputs: Inputs, plan: PipelinePlacement) -> float | None:
@@ -235,6 +265,8 @@ def _placed(source: RunSource, inputs: Inputs, choice: Choice, *, uses_gpu: bool
     plan = cpu_only_plan(pipeline)
     if uses_gpu:
         plan = with_one_home(on_one_device(pipeline.model, gpu=True))
+    elif pipeline.need_bytes > 0 and inputs.drive is not None:
+        return find(inputs, time_limit_s=0.0)
     else:
         try:
             check_whole_host(inputs)

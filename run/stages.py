@@ -40,14 +40,13 @@ from hotsplit.run.trial import PlanTimes, Prediction, measured_by, tried
 from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.prediction import (
-    Scales,
     check_whole_host,
     cpu_alone_seconds,
     inputs_for,
     parts_of,
-    scaled,
     write_obvious,
 )
+from hotsplit.solver.scales import Scales, scaled
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.system.processors import load_now
 from hotsplit.system.progress import Advance, progress

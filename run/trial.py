@@ -21,7 +21,7 @@ from hotsplit.files.typed import one_line
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.engine import Engine, load_engine
-from hotsplit.solver.prediction import Scales
+from hotsplit.solver.scales import Scales
 
 WARM_UP, STEPS, PROMPT_TOKENS = 2, 16, 64
 SLOWER = 1.05

@@ -13,7 +13,8 @@ from hotsplit.costs.part_bytes import ITEMS, Items, placed_units
 from hotsplit.solver.assumed import profile_for
 from hotsplit.solver.inputs import Workspace
 from hotsplit.solver.mode_choice import find
-from hotsplit.solver.prediction import Scales, inputs_for, scaled
+from hotsplit.solver.prediction import inputs_for
+from hotsplit.solver.scales import Scales, scaled
 from hotsplit.solver.solve import COMPARED_S, SolveConfig
 from hotsplit.system.sizes import format_bytes
 

@@ -158,7 +158,7 @@ class Inputs:
         is_guess = (
             has_assumed_memory(self.machine) and self.host_budget == self.machine.memory_bytes
         )
-        return f"{words} (assumed; --host-budget gives another size)" if is_guess else words
+        return f"{words} (assumed; --ram gives another size)" if is_guess else words
 
     @property
     def always_on_host(self) -> int:

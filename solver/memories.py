@@ -123,7 +123,7 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
     if inputs.swapped_rows and budgets is None and smallest.host is not None:
         return (
             f"{inputs.host_words} do not hold the plan with a neuron cache, which keeps a copy of"
-            " each hot neuron there; with this budget of GPU memory the smallest --host-budget"
+            " each hot neuron there; with this budget of GPU memory the smallest --ram"
             f" that holds one is {_size(smallest.host)}, or leave --neuron-cache out"
         )
     if pipeline.num_gpus == 1 and not pipeline.need_bytes and budgets is not None:
@@ -148,7 +148,7 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
         return (
             f"{inputs.host_words} hold no plan: {what}, which are always there, take"
             f" {format_bytes(inputs.always_on_host)}; with these budgets of GPU memory the smallest"
-            f" --host-budget that works is {_size(smallest.host)}{shorter}"
+            f" --ram that works is {_size(smallest.host)}{shorter}"
         )
     now = tuple(problem.budget_bytes for problem in pipeline.problems)
     sizes = [

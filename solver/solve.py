@@ -20,6 +20,7 @@ from hotsplit.model.modes import Mode
 from hotsplit.options.prompt_rates import PromptRates
 from hotsplit.solver.advice import Advice, advise, unused
 from hotsplit.solver.assumed import profile_for
+from hotsplit.solver.drive_notes import drive_use, drive_words
 from hotsplit.solver.expert_notes import more_line, placed_line, why_line
 from hotsplit.solver.inputs import Inputs, Workspace, load_inputs
 from hotsplit.solver.mode_choice import Alternative, Found, find, find_fastest
@@ -204,6 +205,8 @@ def _unit_notes(found: Found, split: Split) -> list[str]:
             why_line(pipeline, plan, unused(split, inputs.model), split.objective_s),
             more_line(pipeline, found.answer, time_limit_s=COMPARED_S),
         ]
+    use = drive_use(inputs, pipeline, plan)
+    lines += [] if use is None else [use.line(split.objective_s), drive_words(inputs)]
     return [line for line in lines if line is not None]
 
 

@@ -143,7 +143,7 @@ def sweep_of(
     if advice is None:
         raise HotsplitError(
             f"{inputs.paths[0]}: at no budget up to {last:,} bytes does main memory hold the rest;"
-            " give larger budgets or more --host-budget"
+            " give larger budgets or more --ram"
         )
     return Sweep(
         model=inputs.paths[0].name,

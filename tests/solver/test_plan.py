@@ -409,24 +409,24 @@ def test_what_is_not_known_is_said(tmp_path, capsys):
     model.save(tmp_path / "m.gguf")
     plan = planned(capsys, tmp_path / "m.gguf", "--vram", "0")
     assert "which neurons of this relu model fire is not known" in plan["assumed"][0]
-    words = f"plan {tmp_path / 'm.gguf'} --machine {CARD} --vram 0 --host-budget 64KiB"
+    words = f"plan {tmp_path / 'm.gguf'} --machine {CARD} --vram 0 --ram 64KiB"
     assert main(words.split()) == 1
     assert "there are 64.00 KiB of main memory; the" in capsys.readouterr().err.splitlines()[-1]
 
 
-ASSUMED = "(assumed; --host-budget gives another size)"
+ASSUMED = "(assumed; --ram gives another size)"
 
 
 @pytest.mark.parametrize(
     "name, more, ends",
     [  # sizes of main memory that do not hold it, then what the plan is for
-        ("Qwen3-8B", (), ["32.00 GiB of main memory are assumed, --host-budget gives another"]),
+        ("Qwen3-8B", (), ["32.00 GiB of main memory are assumed, --ram gives another"]),
         (
             "Llama-3.3-70B",
             (),
             [
                 f"and 32.00 GiB of main memory {ASSUMED}; the smallest that works is",
-                "64.00 GiB of main memory are assumed, --host-budget gives another",
+                "64.00 GiB of main memory are assumed, --ram gives another",
             ],
         ),
         (
@@ -434,7 +434,7 @@ ASSUMED = "(assumed; --host-budget gives another size)"
             (),
             [f"32.00 GiB of main memory {ASSUMED}", f"64.00 GiB of main memory {ASSUMED}"],
         ),
-        ("Qwen3-235B", ("--host-budget", "48GiB"), ["and 48.00 GiB of main memory; the smallest"]),
+        ("Qwen3-235B", ("--ram", "48GiB"), ["and 48.00 GiB of main memory; the smallest"]),
         (
             "Llama-3.3-70B",
             ("--vram", "0"),
@@ -483,7 +483,7 @@ def test_the_cpu_alone_has_a_condition_where_main_memory_does_not_hold_the_model
 ):
     """17.7 GiB."""
     path = published(tmp_path, monkeypatch, "Qwen3-30B")
-    words = ("--machine", "rtx-3060-12gb", "--host-budget", memory)
+    words = ("--machine", "rtx-3060-12gb", "--ram", memory)
     assert main(["plan", str(path), *words]) == 0
     shown = capsys.readouterr().err
     (line,) = (line for line in shown.splitlines() if "the CPU alone" in line)

@@ -186,7 +186,7 @@ def test_the_smallest_memory_of_several_modes_is_named():
 NUMBER = r"([\d,]+)"
 SIZE = rf"[\d,.]+ MiB \({NUMBER} bytes\)"
 FOR_GPU = rf"the smallest that (?:works|does) is {SIZE}"
-FOR_HOST = rf"--host-budget that (?:works|holds one) is {SIZE}"
+FOR_HOST = rf"--ram that (?:works|holds one) is {SIZE}"
 FOR_BOTH = (
     rf"the smallest that works is (.* of GPU memory)?(, or | and )?(?:{SIZE} of main memory)?"
 )
@@ -231,7 +231,7 @@ class Command:
         here, budgets = self.folder, " ".join(f"-vb {size}" for size in now["budgets"])
         words = (
             f"solve {here}/m.gguf --profile {here}/p --machine {here}/c{self.num_gpus}"
-            f" -o {here}/plan --force --host-budget {now['host']} {mode}"
+            f" -o {here}/plan --force --ram {now['host']} {mode}"
             f" -c {now['context']} {' '.join(self.more)} {budgets}"
         )
         capsys.readouterr()

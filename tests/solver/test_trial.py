@@ -31,14 +31,8 @@ from hotsplit.run.trial import MOST_SCALE, PlanTimes, Prediction, measure, scale
 from hotsplit.runtime.kernels import threads
 from hotsplit.solver.mode_choice import find
 from hotsplit.solver.multi_gpu import plan_seconds
-from hotsplit.solver.prediction import (
-    Scales,
-    check_whole_host,
-    cpu_alone_seconds,
-    parts_of,
-    placement_of,
-    scaled,
-)
+from hotsplit.solver.prediction import check_whole_host, cpu_alone_seconds, parts_of, placement_of
+from hotsplit.solver.scales import Scales, scaled
 from hotsplit.solver.solve import split_of
 
 TIMES = PlanTimes(token_s=3.0, prompt_s=1.0)

@@ -33,7 +33,7 @@ _options = common.joined(
     data sheet beside a typical processor, e.g. rtx-4060-8gb or rtx-4060-8gb+ddr5-5600.
 """
     ),
-    common.host_budget_option,
+    common.ram_option,
     common.context_option("Context length in tokens. [default: the model's, up to 4,096]"),
     preparation.outtype_option,
     preparation.tokenizer_option,
@@ -210,6 +210,7 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
     from hotsplit.solver.explain import meanings_of
 
     meanings = meanings_of(has_experts=job.choice.model.spec.has_experts)
+    meanings["neuron_cache"] = "slots of experts"  # which are read from the drive
     rows = [(meanings[item], found.gpu_bytes[item], found.cpu_bytes[item]) for item in ITEMS]
     rows = [row for row in rows if any(row[1:])]
     rows.append(("in all", sum(found.gpu_bytes.values()), sum(found.cpu_bytes.values())))
@@ -244,13 +245,14 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
             )
         missing = "if main memory held the model" * (not found.fits_cpu)
         speeds.append(("the CPU alone", found.cpu_only_s, missing))
+    held = "; if main memory held the rest" * (found.drive is not None)
     if found.layer_split is not None:
         count, seconds = found.layer_split
-        speeds.append(("llama.cpp's layer split", seconds, f"{count} {of} on the GPU"))
+        speeds.append(("llama.cpp's layer split", seconds, f"{count} {of} on the GPU{held}"))
     if found.cpu_moe is not None:
         count, seconds = found.cpu_moe
         name = f"llama.cpp's --n-cpu-moe {count}"
-        speeds.append((name, seconds, f"the experts of {count} {of} on the CPU"))
+        speeds.append((name, seconds, f"the experts of {count} {of} on the CPU{held}"))
     whose = (("its prompts", found.prompt_s), ("llama.cpp's prompts", found.rival_prompt_s))
     for name, prompt_s in whose:
         if prompt_s is not None:
@@ -268,6 +270,7 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
         *draft,
         *common.speed_lines(speeds),
         *([] if not found.budgets or whole else [f"{found.placed}; {fits}"]),
+        *([] if found.drive is None else [found.drive.line(found.token_s)]),
     ]
 
 
@@ -309,5 +312,5 @@ def _machine_words(machine: "Machine", found: "Forecast") -> str:
         if found.host_bytes != machine.memory_bytes:
             return words
         size = format_bytes(found.host_bytes)
-        return f"{words}; {size} of main memory are assumed, --host-budget gives another size"
+        return f"{words}; {size} of main memory are assumed, --ram gives another size"
     return f"speeds are predicted, by what was measured of {names}"

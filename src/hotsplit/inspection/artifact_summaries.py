@@ -184,6 +184,8 @@ class SplitSummary(Summary):
             "home": split.home,
             "dense_on_gpu": split.dense_on_gpu,
             "num_hot_L": self.num_hot_L,
+            # Of each layer with experts on the drive, how many stay in main memory.
+            "resident_experts": [None if i is None else len(i) for i in split.resident_experts],
             "gpu_bytes": split.gpu_bytes,
             "cpu_bytes": split.cpu_bytes,
             "cache": None if split.cache is None else _cache_content(split.cache),
