@@ -20,6 +20,7 @@ from hotsplit.artifacts.trial_file import FILES, Winner
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.costs.part_bytes import read_share
+from hotsplit.errors import DoesNotFitError
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.steady import reading
 from hotsplit.files.written import Written
@@ -301,6 +302,11 @@ def make_plan(
     config = _solve_config(job, model, machine, profiled, folder / PLAN)
     with reading(*config.inputs):
         report = solve(config, workspace_bytes)
+    if report.num_on_drive:
+        raise DoesNotFitError(
+            f"{job.source.name}: {report.num_on_drive:,} of its experts fit into no memory; the"
+            " drive is read for the CPU alone so far: --vram 0 runs it there"
+        )
     for note in report.notes:
         job.say(f"note: {note}")
     return {"mode": report.mode, "tokens_per_s": report.tokens_per_s}

@@ -38,8 +38,8 @@ class DriveUse:
         words = {"drive": "the drive", "memory": "the processor and its memory", "card": "the card"}
         gain = f"{1 / self.more_s:,.1f} tokens/s ({seconds / self.more_s - 1:+.0%})"
         return (
-            f"limited by {words[self.limit]}: {self.num_on_drive:,} of {self.num_experts:,} experts,"
-            f" {format_bytes(self.drive_bytes)}, are on the drive, of which a token reads"
+            f"limited by {words[self.limit]}: {self.num_on_drive:,} of {self.num_experts:,}"
+            f" experts, {format_bytes(self.drive_bytes)}, are on the drive, of which a token reads"
             f" {format_bytes(round(self.read_bytes))} at {1e-9 * self.rate:.1f} GB/s;"
             f" {format_bytes(self.more_bytes)} more of main memory would bring {gain}"
         )

@@ -429,12 +429,12 @@ ASSUMED = "(assumed; --ram gives another size)"
                 "64.00 GiB of main memory are assumed, --ram gives another",
             ],
         ),
-        (
+        (  # experts that do not fit are read from the drive
             "Qwen3-235B",
             (),
-            [f"32.00 GiB of main memory {ASSUMED}", f"64.00 GiB of main memory {ASSUMED}"],
+            ["32.00 GiB of main memory are assumed, --ram gives another", "limited by the drive: "],
         ),
-        ("Qwen3-235B", ("--ram", "48GiB"), ["and 48.00 GiB of main memory; the smallest"]),
+        ("Kimi-K2", ("--ram", "4GiB"), ["and 4.00 GiB of main memory; the smallest that works is"]),
         (
             "Llama-3.3-70B",
             ("--vram", "0"),
@@ -450,7 +450,7 @@ def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
     lines = capsys.readouterr().err.splitlines()
     told = [line for line in lines if "of main memory" in line]
     assert len(told) == len(ends) and all(end in line for end, line in zip(ends, told, strict=True))
-    is_refused = name == "Qwen3-235B"
+    is_refused = name == "Kimi-K2"
     assert code == is_refused and ("hotsplit: " in lines[-1]) == is_refused
     assert len(lines) == len(set(lines)) and not any(
         "read from the disk, token" in x for x in lines[:3] if not more
@@ -460,6 +460,33 @@ def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
             number, unit_bytes = int(count.replace(",", "")), 2 ** {"M": 20, "G": 30}[unit[0]]
             assert (unit == "GiB") == (number >= 2**30)
             assert 0 <= float(size) * unit_bytes - number < 0.01 * unit_bytes + 1
+
+
+def test_experts_on_the_drive_are_priced_and_more_memory_is_said(tmp_path, capsys, monkeypatch):
+    """What is said of 16 GiB more is what a plan for them says; each part of a token's bytes is in
+    one memory, and the drive's reads are those of the experts that are missing."""
+    path = published(tmp_path, monkeypatch, "Qwen3-30B")
+    options = (path, "--vram", "0")
+    small, large = (planned(capsys, *options, "--ram", f"{gib}GiB") for gib in (10, 26))
+    drive = small["drive"]
+    assert drive["limit"] in ("drive", "memory") and large["drive"] is None
+    assert drive["more_s"] == pytest.approx(large["token_s"], rel=1e-9)
+    assert drive["more_s"] < small["token_s"]
+    there, slots = small["cpu_bytes"]["neurons"], small["cpu_bytes"]["neuron_cache"]
+    assert there + drive["drive_bytes"] == large["cpu_bytes"]["neurons"] and slots > 0
+    assert sum(small["cpu_bytes"].values()) <= 10 << 30
+    assert drive["rate"] == pytest.approx(5.6e9)
+    # 48 layers of 8 experts: the share that is missing is below that of the bytes, since the most
+    # chosen are in memory.
+    routed = 48 * 8 * (drive["drive_bytes"] / drive["num_on_drive"])
+    share = drive["num_on_drive"] / drive["num_experts"]
+    assert 0.2 * share < drive["read_bytes"] / routed < share
+    assert small["drafts"] is None
+    main(["plan", *map(str, options), "--machine", CARD, "--ram", "10GiB"])
+    *_, line, _ = capsys.readouterr().err.splitlines()
+    size = format_bytes(drive["drive_bytes"])
+    assert f"experts, {size}, are on the drive" in line
+    assert f"16.00 GiB more of main memory would bring {1 / drive['more_s']:.1f} tokens/s" in line
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
     plan=common.OutputPath(".gguf", ".json"),
 )
 @vram_option("with --sweep none, else required")
-@common.ram_option
+@common.host_budget_option
 @common.context_option(
     "Context length to reserve KV cache for. [default: the model's, up to 4,096]"
 )

@@ -33,7 +33,7 @@ _options = common.joined(
     data sheet beside a typical processor, e.g. rtx-4060-8gb or rtx-4060-8gb+ddr5-5600.
 """
     ),
-    common.ram_option,
+    common.host_budget_option,
     common.context_option("Context length in tokens. [default: the model's, up to 4,096]"),
     preparation.outtype_option,
     preparation.tokenizer_option,

@@ -220,7 +220,7 @@ split_option = option_table(
 force_option = option_table("--force | flag | Overwrite existing files.")
 json_option = option_table("--json | as_json: flag | Print the report as a JSON object on stdout.")
 report_options = joined(force_option, json_option)
-ram_option = option_table(
+host_budget_option = option_table(
     "--ram | host_budget_bytes: size | Main memory to use, e.g. 16GiB. [default: all of it]"
 )
 
