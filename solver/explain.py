@@ -59,7 +59,10 @@ def explain(config: SolveConfig, workspace: Workspace) -> Explanation:
         for number, (items, left, limit) in enumerate(zip(gpus, unused, split.budgets, strict=True))
         if sum(items.values())
     ]
-    lines += [f"Main memory holds {_held(cpu, split)}.", *_layer_lines(config, split, model)]
+    lines += [f"Main memory holds {_held(cpu, split)}."]
+    if count := sum(split.num_on_drive_L):
+        lines += [f"{count:,} experts are on the drive, read when a token chooses them."]
+    lines += [*_layer_lines(config, split, model)]
     lines += _link_lines(config, split, workspace)
     return Explanation(items_of_gpus=tuple(gpus), unused_bytes=unused, lines=tuple(lines))
 

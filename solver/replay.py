@@ -75,7 +75,7 @@ def sets_seconds(
     seconds_HT = sides.seconds(hot_HT, hot_HE.sum(axis=1), dense)
     if resident_HE is not None:
         missing_HT = (~hot_HE & ~resident_HE)[:, sides.rank_TK].sum(axis=2)
-        is_split_H1 = hot_HE.any(axis=1)[:, None] | dense
+        is_split_H1 = (hot_HE.sum(axis=1) > 0)[:, None] | dense
         drive_HT = missing_HT * sides.drive_s + sides.hand_over_s * is_split_H1
         seconds_HT = np.where(missing_HT > 0, np.maximum(seconds_HT, drive_HT), seconds_HT)
     return seconds_HT.mean(axis=1)

@@ -73,8 +73,7 @@ def find_with_drive(
     if not plans:
         return None
     if pipeline.model.num_layers * pipeline.model.num_neurons <= FEW_EXPERTS:
-        fastest = min(plans, key=lambda plan: plan_seconds(pipeline, plan))
-        plans += _climbed(pipeline, fastest)
+        plans += _climbed(pipeline, plans)
     best = min(plans, key=lambda plan: plan_seconds(pipeline, plan))
     seconds = plan_seconds(pipeline, best)
     bound_s = min(lower_bound(pipeline.model, pipeline.need_bytes), seconds)
@@ -118,22 +117,26 @@ def missing_bytes(pipeline: Pipeline) -> int:
     return pipeline.need_bytes - experts - held
 
 
-def _climbed(pipeline: Pipeline, best: PipelinePlacement) -> Iterator[PipelinePlacement]:
-    """Plans for each choice of dense blocks and head, begun with the experts of `best` on the GPU
-    and with none, that no change of one expert's memory and no exchange of two improves."""
-    problem = pipeline.model
+def _climbed(pipeline: Pipeline, plans: Sequence[PipelinePlacement]) -> list[PipelinePlacement]:
+    """Plans for each choice of dense blocks and head, begun with the experts that each of the
+    plans has on the GPU and with none, that no change of one expert's memory, and no exchange of
+    two, improves."""
+    problem, found = pipeline.model, []
     climber = _Climber(pipeline)
     is_whole_LF = np.ones((problem.num_layers, problem.num_neurons), bool)
     is_whole_LF[problem.replayed] = False  # where there are no experts, none are on the drive
+    hot = {plan.placement.hot_LF.tobytes(): plan.placement.hot_LF for plan in plans}
+    starts = [np.zeros_like(is_whole_LF), *hot.values()]
     choices = product((False, True), repeat=problem.num_layers)
     for dense, head in product(choices, (False, True)):
-        for hot_LF in (best.placement.hot_LF, np.zeros_like(best.placement.hot_LF)):
+        for hot_LF in starts:
             start = SolvedPlacement(
                 hot_LF=hot_LF, dense_L=np.array(dense), head=head, resident_LF=is_whole_LF & ~hot_LF
             )
             plan = with_one_home(start)
             if plan_is_feasible(pipeline, plan):
-                yield with_one_home(climber.climb(start))
+                found.append(with_one_home(climber.climb(start)))
+    return found
 
 
 class _Climber:

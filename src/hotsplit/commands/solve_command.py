@@ -155,13 +155,16 @@ def _mode_lines(report: SolveReport) -> list[str]:
 def _last_line(report: SolveReport) -> str:
     used, budget = sum(report.gpu_bytes.values()), sum(report.budgets)
     host = sum(report.cpu_bytes.values())
+    rest = "the rest" if report.num_on_drive else "everything"
     where = (
         f"{report.num_hot:,} of {report.num_neurons:,} {report.units} and {format_bytes(used)} of"
         f" {format_bytes(budget)} on the GPU{'s' * (len(report.budgets) > 1)},"
         f" {report.hot_traffic_share:.0%} of the feed-forward traffic"
         if used
-        else f"everything on the CPU, {format_bytes(host)} of main memory"
+        else f"{rest} on the CPU, {format_bytes(host)} of main memory"
     )
+    if report.num_on_drive:
+        where += f"; {report.num_on_drive:,} of {report.num_neurons:,} experts on the drive"
     return (
         f"wrote {report.output}: mode {report.mode}; {where}; {report.tokens_per_s:,.1f} tokens/s"
         f" predicted, {report.status}, gap {report.gap:.2%}, {report.solve_s:.1f} s"
