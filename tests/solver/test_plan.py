@@ -434,7 +434,11 @@ ASSUMED = "(assumed; --ram gives another size)"
             (),
             ["32.00 GiB of main memory are assumed, --ram gives another", "limited by the drive: "],
         ),
-        ("Kimi-K2", ("--ram", "4GiB"), ["and 4.00 GiB of main memory; the smallest that works is"]),
+        (
+            "Kimi-K2",
+            ("--vram", "0", "--ram", "6GiB"),
+            ["and 6.00 GiB of main memory; the smallest"],
+        ),
         (
             "Llama-3.3-70B",
             ("--vram", "0"),
