@@ -10,8 +10,8 @@
 
 class Neurons {
   public:
-    // Allocates for blocks of up to F neurons of width D at most, and up to T tokens. `forms`: the packed forms of hidden
-    // values for `down` by outputs (by_output_forms). `needs_all`: Gate::needs_all() of a layer.
+    // Allocates for blocks of up to F neurons of width D at most, and up to T tokens. `forms`: the packed
+    // forms of hidden values for `down` by outputs (by_output_forms). `needs_all`: Gate::needs_all().
     Neurons(Arena& arena, int64_t D, int64_t F, int64_t T, uint32_t forms, bool needs_all)
         : sums_(arena, D, T) {
         all_gates_ = arena.take<float>(needs_all ? T * F : 0);

@@ -37,10 +37,6 @@ class ToLatent(PositionWise):
     def values(self, hidden_size: int) -> Mapping[str, int]:
         return {LATENT: self.size}
 
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return {"latents of experts": f"{self.size:,} values"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class FromLatent(PositionWise):

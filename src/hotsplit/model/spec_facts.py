@@ -27,6 +27,7 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
             _each(
                 f"{layer.route.num_used} of {layer.route.num_experts} a token, of"
                 f" {layer.neurons.of_expert:,} neurons each"
+                f"{_of_latent(layer.neurons.latent_size)}"
                 f" ({layer.route.gating.replace('_', ' ')})"
                 for layer in layers
                 if layer.route is not None
@@ -58,6 +59,10 @@ def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
         ),
     ]
     return [row for row in rows if row[1]]
+
+
+def _of_latent(size: int | None) -> str:
+    return "" if size is None else f" that read a latent of {size:,} values"
 
 
 def _of_recurrent(layers: Iterable[LayerSpec]) -> Iterable[tuple[str, str]]:
