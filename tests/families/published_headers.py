@@ -601,6 +601,11 @@ North-Mini-Code-Q4_K_M cohere2moe command-r 49,2048,3072,32,4,128,262144
   marks=tied,parallel,every_fourth_full experts=[128,8,768,0,1] attention.sliding_window=4096
   logit_scale=0.0625 expert_gating_func=2 expert_weights_norm=false expert_feed_forward_length=768
   rope.scaling.type=none vocab_size=262144
+command-a-plus-05-2026-Q4_K_M cohere2moe command-r 32,4096,4096,128,8,128,262144
+  marks=tied,parallel,every_fourth_full experts=[128,8,4096,16384,0] attention.sliding_window=4096
+  logit_scale=0.0625 expert_gating_func=2 expert_weights_norm=false expert_feed_forward_length=4096
+  expert_shared_count=4 expert_shared_feed_forward_length=16384 leading_dense_block_count=0
+  rope.scaling.type=none vocab_size=262144 context_length=200000
 Qwen3.6-35B-A3B-Q4_K_M qwen35moe qwen35 40,2048,5632,16,2,256,248320 marks=head_norms,delta,second
   experts=[256,8,512,512,0] *delta feed_forward_length=null expert_shared_feed_forward_length=512
 Mistral-Nemo-Instruct-2407-Q4_K_M llama tekken 40,5120,14336,32,8,128,131072 context_length=1024000
