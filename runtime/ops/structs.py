@@ -19,7 +19,7 @@ from hotsplit.runtime.kernels.stored import Vectors
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 _ALIGNMENT = 64
-MAX_ROWS = 128  # in step.h: most computed rows of a step, whose products read each weight once
+MAX_ROWS = 128  # of a step, whose products read each weight once, unless experts are on a drive
 
 S = TypeVar("S", bound=Structure)
 

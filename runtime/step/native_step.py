@@ -384,7 +384,8 @@ class StepBuilder(Structs):
         program = step_program(host_form(weights))
         lowered = self.lowered(program, dict(enumerate(weights.layers)), weights.outer)
         self.ops(step, [struct for structs in lowered for struct in structs])
-        step.max_rows = min(MAX_ROWS, step.context_length * self.tables.each[0].num_sequences)
+        most = MAX_ROWS if weights.drive is None else weights.drive.most_rows
+        step.max_rows = min(most, step.context_length * self.tables.each[0].num_sequences)
         ends = accumulate(map(len, lowered), initial=0)
         return step, list(zip(program, pairwise(ends), strict=True))
 

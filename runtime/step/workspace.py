@@ -68,8 +68,10 @@ def hollow_builder(model: ModelFile, mode: Mode, *, is_divided: bool) -> Builder
     return Builder(replace(model, tensors=found), placement, mode, 1)
 
 
-def step_bytes(hollow: Builder, context_length: int, num_sequences: int = 1) -> int:
-    """Workspace bytes of a native step; 0 if the kernels do not cover it."""
+def step_bytes(
+    hollow: Builder, context_length: int, num_sequences: int = 1, most_rows: int = MAX_ROWS
+) -> int:
+    """Workspace bytes of a native step of up to so many rows; 0 if the kernels do not cover it."""
     weights = hollow.weights()
     try:
         builder = StepBuilder(weights.spec.value_sizes)  # keeps the structs' memory alive
@@ -81,7 +83,7 @@ def step_bytes(hollow: Builder, context_length: int, num_sequences: int = 1) -> 
     table.num_sequences, table.block_length = num_sequences, length
     table.blocks_per_sequence = -(-context_length // length)
     step.context_length = context_length
-    step.max_rows = min(MAX_ROWS, context_length * num_sequences)
+    step.max_rows = min(most_rows, context_length * num_sequences)
     return max(0, library.step_bytes(step))
 
 
@@ -127,11 +129,17 @@ def workspace_bytes(
     return -(-most // ROUNDED_TO) * ROUNDED_TO
 
 
-def host_bytes(model: ModelFile, context_length: int, mode: Mode, num_sequences: int = 1) -> int:
-    """Bytes of the workspace of native steps, however neurons are divided."""
+def host_bytes(
+    model: ModelFile,
+    context_length: int,
+    mode: Mode,
+    num_sequences: int = 1,
+    most_rows: int = MAX_ROWS,
+) -> int:
+    """Bytes of the workspace of native steps of up to so many rows, however neurons are divided."""
     is_divided = (False,) if model.spec.has_experts else (False, True)
     builders = [hollow_builder(model, mode, is_divided=each) for each in is_divided]
-    return max(step_bytes(each, context_length, num_sequences) for each in builders)
+    return max(step_bytes(each, context_length, num_sequences, most_rows) for each in builders)
 
 
 def host_pass_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:

@@ -86,14 +86,19 @@ class Drive:
     """The open files of a model, and the threads that read them once `start` has been called."""
 
     def __init__(
-        self, path: Path, entries: Mapping[int, Sequence[TensorEntry]], num_experts: int
+        self,
+        path: Path,
+        entries: Mapping[int, Sequence[TensorEntry]],
+        num_experts: int,
+        most_rows: int,
     ) -> None:
         """`entries`: by layer, those of its experts' matrices, of at most `num_experts` each.
+        `most_rows`: of a step, whose rows share what is read.
         Raises HotsplitError if a file cannot be read."""
         each = chain.from_iterable(entries.values())
         self.paths = list(dict.fromkeys(entry.part or path for entry in each))
         self._path = path
-        self.is_direct, self.num_experts = True, num_experts
+        self.is_direct, self.num_experts, self.most_rows = True, num_experts, most_rows
         descriptors = [self._open(each) for each in self.paths]
         about = [os.fstat(descriptor) for descriptor in descriptors]
         room = _buffer_bytes(entries)

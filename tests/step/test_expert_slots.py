@@ -37,6 +37,7 @@ def with_slots(monkeypatch):
     def load(path, count, delay_us=0, **options):
         with monkeypatch.context() as patch:
             patch.setattr(expert_slots, "room_for_weights", lambda ram: 0)
+            patch.setattr(expert_slots, "LONG_SHARE", -1e9)
             patch.setattr(expert_slots, "slots_in", lambda *given: count)
             engine = Engine.load(path, mode="dense", device="cpu", **options)
         assert engine.drive is not None
@@ -71,6 +72,26 @@ def test_experts_that_arrive_give_the_bits_of_those_in_memory(tmp_path, with_slo
     assert drive.facts["num_kept"] > 0 and drive.facts["num_bytes"] > 0
     if count >= ROUTES[route].num_experts:  # each is read once
         assert drive.facts["num_kept"] == drive.facts["num_used"] - drive.facts["num_hits"]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_each_expert_is_read_once_for_the_rows_of_a_pass(tmp_path, with_slots, count):
+    """A prompt of more rows than steps take otherwise, with the bits of shorter ones."""
+    path = saved(tmp_path)
+    ids = np.random.default_rng(1).integers(0, 50, 280).tolist()
+    with Engine.load(path, mode="dense", device="cpu", is_resident=True) as engine:
+        want = engine.logits(ids)
+    with with_slots(path, count) as engine:
+        experts = [
+            engine.model.entry(0, f"ffn_{name}_exps.weight") for name in ("gate", "up", "down")
+        ]
+        layer_bytes = sum(entry.num_bytes for entry in experts)
+        assert engine._live.most_tokens == 300  # the context
+        assert torch.equal(engine.logits(ids), want)
+        assert engine.drive.facts["num_bytes"] == 2 * layer_bytes
+        assert torch.equal(engine.logits(ids), want)
+        again = engine.drive.facts["num_bytes"] - 2 * layer_bytes
+        assert again == 2 * layer_bytes * (7 - count) / 7
 
 
 @pytest.mark.parametrize("level", library.usable_levels())

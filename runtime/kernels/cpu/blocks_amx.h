@@ -18,7 +18,7 @@ constexpr int64_t GROUP = 16;        // vectors: the rows of a tile of sums
 constexpr int64_t TILE_BLOCKS = 16;  // blocks of a row that are multiplied together
 constexpr int64_t LEAST_VECTORS =
     8;                              // by estimate, a tile takes as long as six vectors in blocks_vnni.h
-constexpr int64_t MOST_GROUPS = 8;  // groups for which weights are unpacked once: MAX_ROWS vectors
+constexpr int64_t MOST_GROUPS = 8;  // groups for which weights are unpacked once: 128 vectors
 constexpr int64_t ROW_TILES = 2;    // tiles of rows that use a panel while it is in L1
 constexpr int64_t PLANE_BYTES = BLOCK * GROUP;
 constexpr int64_t PANEL_BYTES = 2 * PLANE_BYTES + 2 * GROUP * 4;

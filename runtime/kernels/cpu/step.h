@@ -12,8 +12,8 @@
 #include "kernels.h"
 #include "tensors.h"
 
-// Maximum computed rows of a step.
-constexpr int64_t MAX_ROWS = 128;
+// Maximum computed rows of a step. Steps take 128 of a prompt, and more where experts are read from a drive.
+constexpr int64_t MAX_ROWS = 512;
 // Maximum rows including those whose keys and values are only copied, see HsRow.
 constexpr int64_t MAX_STEP_ROWS = 4 * MAX_ROWS;
 // A block of the cache holds the whole context, or at least this many positions, a number that
