@@ -4,6 +4,7 @@ The workspace of the C++ kernels and the buffers of steps and passes are counted
 allocates them, for the shapes of the model's spec; for a native step, structs are built as for a
 loaded model, from tensors in memory that nothing touches."""
 
+import mmap
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -51,7 +52,10 @@ def hollow_builder(model: ModelFile, mode: Mode, *, is_divided: bool) -> Builder
             shape = layer.neurons.number, model.spec.hidden_size
             old = tensors.pop(f"{name}.weight")
             tensors[f"{name}_t.weight"] = replace(old, shape=shape, kind=kind)
-    memory = np.empty(max(entry.num_bytes for entry in tensors.values()), np.uint8)
+    # Which nothing touches, and which may be larger than main memory.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    size = max(entry.num_bytes for entry in tensors.values())
+    memory = np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
     def hollow(entry: TensorEntry) -> TensorEntry:
         dtype = {"f32": np.float32, "f16": np.float16}.get(entry.kind, np.uint8)
@@ -89,6 +93,7 @@ def step_bytes(
 
 ROUNDED_TO = 64 << 10  # what a plan reserves is a multiple of it
 ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take
+MAP_NORESERVE = 0x4000  # of Linux; the module mmap of Python 3.11 lacks it
 # Plans have room for the buffers of steps of so many rows, or as many as they have texts, and of
 # more rows if those take at most STEP_BYTES.
 LEAST_ROWS, STEP_BYTES = 8, 2 << 20

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_config, random_model, save_tokenizer
-from delta_models import flash_model
+from delta_models import flash_model, without_weights
 from models import make_sizes
 from reference import rel_error
 from safetensors.torch import load_file, save_file
@@ -24,6 +24,7 @@ from hotsplit.families.config_reader import ConfigReader
 from hotsplit.families.flash_next import hashes
 from hotsplit.files.gguf_file import array_entry, write_gguf
 from hotsplit.model.tensors import in_layout, is_neuron_major
+from hotsplit.runtime.step.workspace import workspace_bytes
 
 TABLE = "model.layers.1.ple.ple_embedding.ngram_embedding"
 
@@ -158,6 +159,15 @@ def test_texts_longer_than_dense_attention_are_refused(folder, tmp_path):
         Engine.load(path, context_length=64)
     with Engine.load(path, context_length=63) as engine:
         assert engine.logits(IDS * 5).shape[0] == 60
+
+
+def test_a_table_larger_than_main_memory_takes_no_memory_of_steps():
+    """Of 128 GiB; a token reads a few rows of it from the file."""
+    spec = flash_model(make_sizes(num_layers=4)).bare_spec
+    rows, *others = spec.first
+    large = replace(spec, first=(replace(rows, num_rows=1 << 30), *others))
+    found = [workspace_bytes(without_weights(each), 32, "dense") for each in (spec, large)]
+    assert 0 < found[0] == found[1]
 
 
 def test_a_gpu_is_refused(tmp_path):

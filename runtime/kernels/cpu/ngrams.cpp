@@ -10,8 +10,8 @@ struct HsNgramRows {
     HsMatrix table;                 // [rows, W]
     const uint64_t* multiplier;     // [N]
     const uint64_t *size, *offset;  // [(N - 1) G], of the rows of each
-    float *state,
-        *kept;  // [num_slots, N - 1] and [num_kept] ids of the latest tokens, one higher; 0: none
+    float* state;                   // [num_slots, N - 1], ids of the latest tokens, one higher; 0: none
+    float* kept;                    // [num_kept], likewise
     int64_t length, per_length, end_token, num_slots, num_kept;  // N, G
 };
 
@@ -30,6 +30,7 @@ namespace {
 
 constexpr int64_t MOST_LENGTH = 8, MOST_STREAMS = 8;
 constexpr float LEAST_PRODUCT = 1e-6f;
+constexpr float MOST_ID = 1 << 24;  // in a state, which a file may have given
 
 struct RowsRoom {
     RowsRoom(const HsNgramRows&, Arena& arena, int64_t max_rows) : ids(arena.take<float>(max_rows)) {}
@@ -48,7 +49,8 @@ class NgramRows final : public OperationOf<HsNgramRows, RowsRoom> {
         const auto rows = static_cast<uint64_t>(l.table.num_rows);
         for (int64_t i = 0; i < count; ++i)
             if (!l.size[i] || l.size[i] > rows || l.offset[i] > rows - l.size[i]) return false;
-        return l.num_slots > 0 && v.written_size[0] == count * l.table.num_columns &&
+        return l.table.num_rows <= INT32_MAX && l.num_slots > 0 &&
+               v.written_size[0] == count * l.table.num_columns &&
                has_shape(l.table, l.table.num_rows, l.table.num_columns) && l.end_token >= 0 &&
                fits_kept(l.kept, l.num_kept);
     }
@@ -67,7 +69,8 @@ class NgramRows final : public OperationOf<HsNgramRows, RowsRoom> {
             bool is_over = false;  // an end, or the text's beginning, is between
             for (int64_t j = 1; j < l.length; ++j) {
                 const float* id = is_over ? nullptr : ids.at(t, j);
-                int64_t before = id ? static_cast<int64_t>(*id) - 1 : -1;
+                int64_t before =
+                    id && *id >= 1.0f && *id <= MOST_ID ? static_cast<int64_t>(*id) - 1 : -1;
                 is_over = before < 0 || before == l.end_token;
                 if (is_over) before = l.end_token;
                 mixed ^= static_cast<uint64_t>(before) * l.multiplier[j];

@@ -335,6 +335,11 @@ def _ngrams_of_keys(
         sizes=tuple(sizes),
         end_token=read.whole(f"{PLE}eos_token_id"),
     )
+    if rows.num_rows > MAX_COUNT:
+        raise HotsplitError(
+            f"{path}: {rows.num_rows:,} rows of n-grams, wanted up to {MAX_COUNT:,}: this model is"
+            " not supported"
+        )
     offsets = _integers(read, "head_offsets", heads)
     if 0 in sizes or tuple(offsets) != rows.offsets or sum(sizes) > rows.num_rows:
         raise HotsplitError(
