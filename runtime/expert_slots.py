@@ -3,6 +3,7 @@ layer have slots in main memory.
 
 Letters: L layers, E experts of a layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from hotsplit.system.sizes import format_bytes
 # The part of the memory for slots that the temporaries of long passes over prompts may take: in a
 # pass, each expert is read once.
 LONG_SHARE = 0.125
+_FIRST_SCORE = 0.1  # of an expert that a plan has in main memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,13 @@ class ExpertSlots:
     num_slots_L: tuple[int, ...]
     items: Items  # of main memory, where they differ from those of the whole model
 
-    def start(self) -> None:
-        """Starts the drive's threads, with scores of experts that begin at zero."""
+    def start(self, planned_LN: Sequence[np.ndarray | None] = ()) -> None:
+        """Starts the drive's threads. Scores of experts begin at zero, or higher for those that a
+        plan has in main memory (Split.resident_experts)."""
         num_layers, num_experts = len(self.num_slots_L), self.drive.num_experts
         first_LE = np.zeros((num_layers, num_experts))
+        for layer, planned_N in enumerate(planned_LN):
+            first_LE[layer, slice(None) if planned_N is None else planned_N] = _FIRST_SCORE
         none, zeros_L = np.zeros(0, np.int32), np.zeros(num_layers)
         times = {name: zeros_L for name in CacheCosts.__dataclass_fields__ if name.endswith("_L")}
         costs = CacheCosts(**times, rest_s=0.0, copy_s=0.0)

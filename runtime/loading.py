@@ -11,13 +11,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile, for_context, with_rope_scaling
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.context_bytes import text_words
-from hotsplit.costs.part_bytes import placed_units, stored_neuron_bytes
+from hotsplit.costs.part_bytes import Items, placed_units, stored_neuron_bytes
 from hotsplit.costs.pass_length import PREFILL_CHUNK, SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.model.assistant import has_assistants
@@ -203,10 +204,10 @@ class LoadedModel:
                 " (--kv-offload), so long texts are computed approximately"
             )
 
-    def _count_bytes(self) -> None:
-        self.bytes_by_role = bytes_by_role_of(
+    def _bytes_of(self, plan: Split | None) -> dict[str, Items]:
+        return bytes_by_role_of(
             self.model,
-            self.plan,
+            plan,
             self.context_length,
             self.device,
             mode=self.mode,
@@ -215,6 +216,9 @@ class LoadedModel:
             cache_types=self.cache_types,
             has_draft=self.has_draft,
         )
+
+    def _count_bytes(self) -> None:
+        self.bytes_by_role = self._bytes_of(self.plan)
         layers = range(self.model.spec.num_layers)
         reads_all_L = [self.model.spec.computes_all(layer, self.mode) for layer in layers]
         reads_all = any(reads_all_L)
@@ -263,12 +267,21 @@ class LoadedModel:
         model, plan = self.model, self.plan
         self.slots: ExpertSlots | None = None
         is_divided = plan is not None and any(len(ids) for ids in plan.hot)
+        planned, ram_bytes = self._on_drive(), self.config.ram_bytes
+        if planned and (self.is_on_gpu or is_divided):
+            raise HotsplitError(
+                f"{model.path}: the plan leaves experts on the drive beside a GPU, and they are"
+                " read from there on the CPU alone; run hotsplit solve with a larger --ram, or"
+                " leave the plan out and give --ram and --device cpu"
+            )
+        if planned and plan is not None and ram_bytes is None:
+            ram_bytes = plan.host_budget_bytes or None
         if not (self.is_on_gpu or is_divided) and self.config.is_resident is None:
-            items = [Counter(own) for own in self.bytes_by_role.values()]
+            of_all = self._bytes_of(None) if planned else self.bytes_by_role
             self.slots = expert_slots(
                 model,
-                sum(items, Counter()),
-                self.config.ram_bytes,
+                sum(map(Counter, of_all.values()), Counter()),
+                ram_bytes,
                 context_length=self.context_length,
                 mode=self.mode,
                 num_sequences=self.num_sequences,
@@ -279,7 +292,7 @@ class LoadedModel:
                 self.config.is_resident,
                 self.bytes_by_role,
                 self.device,
-                ram_bytes=self.config.ram_bytes,
+                ram_bytes=ram_bytes,
                 has_draft=self.has_draft,
             )
         else:
@@ -302,6 +315,12 @@ class LoadedModel:
             max_rows=self.max_rows,
             num_sequences=self.num_sequences,
         )
+
+    def _on_drive(self) -> tuple[np.ndarray | None, ...]:
+        """The experts of each layer that the plan has in main memory, None for all; () if it leaves
+        none on the drive."""
+        found = () if self.plan is None else self.plan.resident_experts
+        return found if any(ids is not None for ids in found) else ()
 
     def _say_slots(self, slots: ExpertSlots) -> None:
         own = [i for i, count in enumerate(slots.num_slots_L) if count]
@@ -351,7 +370,7 @@ class LoadedModel:
                 num_slots_L=() if self.slots is None else self.slots.num_slots_L,
             )
         if self.slots is not None:
-            self.slots.start()
+            self.slots.start(self._on_drive())
         check_routers(self.model, self.weights.layers)  # once the uploads are done
         if self.model.draft is not None and self.weights.draft is not None:
             check_routers(self.model.draft, self.weights.draft.layers)

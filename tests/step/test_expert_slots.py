@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from test_experts import ROUTES, mixture
+from test_runtime import make_split
 
 from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime import expert_slots
 from hotsplit.runtime.kernels.cpu import library
@@ -34,12 +36,12 @@ def saved(folder, **options):
 def with_slots(monkeypatch):
     """Loads a model with so many slots in each layer."""
 
-    def load(path, count, delay_us=0, **options):
+    def load(path, count, delay_us=0, split=None, **options):
         with monkeypatch.context() as patch:
             patch.setattr(expert_slots, "room_for_weights", lambda ram: 0)
             patch.setattr(expert_slots, "LONG_SHARE", -1e9)
             patch.setattr(expert_slots, "slots_in", lambda *given: count)
-            engine = Engine.load(path, mode="dense", device="cpu", **options)
+            engine = Engine.of(ModelFile.load(path), split, mode="dense", device="cpu", **options)
         assert engine.drive is not None
         engine.drive.struct.delay_us = delay_us
         return engine
@@ -204,6 +206,34 @@ def test_without_direct_reads_a_line_says_so(tmp_path, with_slots, monkeypatch, 
     engine = with_slots(path, 2)
     assert torch.equal(logits_of(engine), want)
     assert "no direct reads (O_DIRECT)" in caplog.text
+
+
+def planned(model, on_gpu, resident):
+    """A plan of two layers with these experts on a GPU and in main memory, the others on the
+    drive."""
+    plan = make_split(model, [on_gpu, []], dense_on_gpu=[False, False], head_on_gpu=False)
+    residents = tuple(np.array(ids, np.int32) for ids in resident)
+    return dataclasses.replace(plan, resident_experts=residents)
+
+
+def test_experts_of_a_plan_are_worth_more_at_first(tmp_path, with_slots):
+    path, ids = saved(tmp_path), [[0, 2], [5, 6]]
+    with with_slots(path, 2, split=planned(ModelFile.load(path), [], ids)) as engine:
+        engine.logits([3])
+        for layer, own in zip(engine.layers, ids, strict=True):
+            worth_E = layer.ffn.blocks[0].arriving.worth_E[:7]
+            others = sorted(set(range(7)) - set(own))
+            assert worth_E[own].min() > 0.09
+            assert (worth_E[others] == 0).sum() >= len(others) - 3  # those that the token chose
+    want, split = in_memory(path), planned(ModelFile.load(path), [], ids)
+    assert torch.equal(logits_of(with_slots(path, 2, split=split)), want)
+
+
+def test_a_plan_with_experts_on_the_drive_beside_a_gpu_is_refused(tmp_path):
+    path = saved(tmp_path)
+    split = planned(ModelFile.load(path), [1], [[0, 2], [5, 6]])
+    with pytest.raises(HotsplitError, match="leaves experts on the drive beside a GPU"):
+        Engine.of(ModelFile.load(path), split, mode="dense", device="cpu")
 
 
 def test_too_small_a_budget_is_refused(tmp_path):
