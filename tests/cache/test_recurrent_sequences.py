@@ -142,7 +142,10 @@ def check_schedules(kind, experts, mixer, steps, seeds, name) -> None:
 @pytest.mark.parametrize("experts", [None, FEW], ids=["dense", "experts"])
 @pytest.mark.parametrize(
     "kind, mixer",
-    [*((kind, "delta nets") for kind in ("f32", "q8_0", "q4_0")), ("q8_0", "short convolutions")],
+    [
+        *((kind, "delta nets") for kind in ("f32", "q8_0", "q4_0")),
+        *(("q8_0", mixer) for mixer in ("short convolutions", "n-grams")),
+    ],
 )
 def test_every_row_has_the_bits_of_its_text_alone(steps, kind, experts, mixer):
     check_schedules(kind, experts, mixer, steps, range(8), "fast")

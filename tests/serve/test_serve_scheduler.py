@@ -128,7 +128,7 @@ def test_texts_equal_those_generated_alone(model, seed):
     check_random_life(model, seed, 25)
 
 
-@pytest.mark.parametrize("mixer", ["Mamba-2", "Kimi delta attention"])
+@pytest.mark.parametrize("mixer", ["Mamba-2", "Kimi delta attention", "n-grams"])
 def test_texts_with_states_equal_those_generated_alone(tmp_path, mixer):
     """Some of them cancelled at any step."""
     keys, vocab_size = byte_level_keys()
