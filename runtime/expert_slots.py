@@ -47,8 +47,7 @@ class ExpertSlots:
         none, zeros_L = np.zeros(0, np.int32), np.zeros(num_layers)
         times = {name: zeros_L for name in CacheCosts.__dataclass_fields__ if name.endswith("_L")}
         costs = CacheCosts(**times, rest_s=0.0, copy_s=0.0)
-        options = CacheOptions(burst_weight=0.0)
-        policy = CachePolicy([none] * num_layers, first_LE, costs, options, "experts")
+        policy = CachePolicy([none] * num_layers, first_LE, costs, CacheOptions(), "experts")
         self.drive.start(*policy.learning, policy)
 
 

@@ -221,7 +221,7 @@ def _room(entry: TensorEntry) -> int:
 
 
 def _close(struct: DriveStruct, descriptors: Sequence[int], kept: object) -> None:
-    del kept  # until the reads under way have ended
     library.close_drive(struct)
+    del kept  # once the reads under way have ended
     for descriptor in descriptors:
         os.close(descriptor)
