@@ -27,9 +27,10 @@ DEPTHS = (1, 4, 8, 16)
 SLOW_DEPTHS = (1, 4)  # of drives on which many reads at a time take seconds
 ROUNDS, LEAST_ROUNDS = 4, 2
 SLOT_S, LIMIT_S = 0.05, 4.0  # of one kind of reads in a round; of all of them
-# Disks of virtual machines say that they rotate, whatever is behind them: reads of PAGE bytes at
-# NUM_SEEKS random places that take less than SEEK_S each move no head.
-PAGE, NUM_SEEKS, SEEK_S = 4 * KIB, 16, 2e-3
+# Disks of virtual machines say that they rotate, whatever is behind them. Of reads of PAGE bytes at
+# NUM_SEEKS random places, a quarter takes less than SEEK_S where no head moves, also beside other
+# programs, which make the others wait.
+PAGE, NUM_SEEKS, SEEK_S = 4 * KIB, 32, 2e-3
 LEAST_BYTES, WRITTEN_BYTES = 64 * MIB, 256 * MIB
 WRITTEN_AT_A_TIME = 16 * MIB
 
@@ -116,12 +117,13 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _seeks(descriptor: int, file_bytes: int) -> bool:
     """True if reads at random places take as long as a head's movement."""
-    places = random.Random(1).sample(range(file_bytes // PAGE), NUM_SEEKS)
+    places, times = random.Random(1).sample(range(file_bytes // PAGE), NUM_SEEKS), []
     with mmap.mmap(-1, PAGE) as buffer:
-        began = time.perf_counter()
         for place in places:
+            began = time.perf_counter()
             os.preadv(descriptor, [buffer], place * PAGE)
-    return time.perf_counter() - began > NUM_SEEKS * SEEK_S
+            times.append(time.perf_counter() - began)
+    return sorted(times)[NUM_SEEKS // 4] > SEEK_S
 
 
 def _measured(

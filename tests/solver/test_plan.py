@@ -487,7 +487,8 @@ def test_experts_on_the_drive_are_priced_and_more_memory_is_said(tmp_path, capsy
     assert 0.2 * share < drive["read_bytes"] / routed < share
     assert small["drafts"] is None
     main(["plan", *map(str, options), "--machine", CARD, "--ram", "10GiB"])
-    *_, line, _ = capsys.readouterr().err.splitlines()
+    *_, line, following = capsys.readouterr().err.splitlines()
+    assert following.endswith("--vram 0 --ram 10GiB")
     size = format_bytes(drive["drive_bytes"])
     assert f"experts, {size}, are on the drive" in line
     assert f"16.00 GiB more of main memory would bring {1 / drive['more_s']:.1f} tokens/s" in line

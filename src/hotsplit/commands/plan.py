@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from hotsplit.run.stages import RunJob
 
 MIB, GIB = 1 << 20, 1 << 30
+_CPU_READS = (
+    "note: only the CPU alone runs experts from the drive so far: beside a GPU, run refuses this"
+    " plan; --vram 0 predicts and runs it there"
+)
 _options = common.joined(
     preparation.vram_option("most of what is free on the first, or on --device"),
     common.option_table(
@@ -107,6 +111,8 @@ def plan(
     # The command that runs the model with the same options, and these budgets.
     words = ["hotsplit", "run", str(source)]
     words += [word for each in job.wishes.vram or () for word in ("--vram", size_words(each))]
+    if host_budget_bytes is not None and found.drive is not None:
+        words += ["--ram", size_words(host_budget_bytes)]
     for param in common.given(click.get_current_context()):
         value = click.get_current_context().params[str(param.name)]
         if param.name in ("source", "machine", "vram", "host_budget_bytes", "as_json"):
@@ -271,6 +277,7 @@ def lines_of(job: "RunJob", machine: "Machine", found: "Forecast") -> list[str]:
         *common.speed_lines(speeds),
         *([] if not found.budgets or whole else [f"{found.placed}; {fits}"]),
         *([] if found.drive is None else [found.drive.line(found.token_s)]),
+        *([_CPU_READS] if found.drive is not None and found.budgets else []),
     ]
 
 
