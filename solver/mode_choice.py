@@ -18,7 +18,7 @@ from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.layer_split import as_plan, layer_split, without_experts
 from hotsplit.solver.memories import TooSmallError, check_budgets, least_of, too_small
 from hotsplit.solver.multi_gpu import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
-from hotsplit.solver.optimise import Answer, find_plan
+from hotsplit.solver.optimise import OPTIMAL_GAP, Answer, find_plan
 from hotsplit.solver.three_memories import find_with_drive
 from hotsplit.solver.with_cache import check_host
 
@@ -142,7 +142,10 @@ def _with_drive(
     if answer is None or found is None:
         return found or answer
     best = found if found.objective_s < answer.objective_s else answer
-    return replace(best, bound_s=min(found.bound_s, answer.bound_s))
+    bound_s = min(found.bound_s, answer.bound_s)
+    is_proven = bound_s >= best.objective_s * (1 - OPTIMAL_GAP)
+    status = "bounded" if best.status == "optimal" and not is_proven else best.status
+    return replace(best, bound_s=bound_s, status=status)
 
 
 def obvious_plans(inputs: Inputs) -> dict[Obvious, PipelinePlacement]:

@@ -108,7 +108,9 @@ def _file_on(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    if not hasattr(os, "O_DIRECT"):
+        raise OSError(errno.EOPNOTSUPP, "this system has none")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         yield descriptor
     finally:

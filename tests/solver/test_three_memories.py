@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from brute_force import CLOSE
+from models import solver_files
 from test_drive import reads_of
-from test_solver_experts import tiny
+from test_solver_experts import save, tiny
 
 from hotsplit.artifacts.machine_file import Figure
 from hotsplit.artifacts.split_file import Split
+from hotsplit.cli import main
 from hotsplit.costs import part_bytes
 from hotsplit.errors import DoesNotFitError, HotsplitError
+from hotsplit.runtime.step.workspace import workspace_bytes
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.mode_choice import find
 from hotsplit.solver.solve import split_of
@@ -160,6 +163,27 @@ def test_written_plans_are_verified_and_over_no_budget(tmp_path):
         machine = replace(inputs.machine, drives=(drive,))
         seconds = plan_seconds(split, **files | {"machine": machine})
         assert seconds <= split.objective_s * (1 + CLOSE)
+
+
+def test_solve_writes_the_plan_and_says_what_limits(tmp_path, capsys):
+    """By the command: its report, its lines, and its check of the plan."""
+    inputs, split = on_the_drive([5, 10])[0]
+    save(tmp_path, inputs.model, inputs.profile, inputs.machine)
+    files = solver_files(tmp_path)
+    words = [str(files["model"]), "--machine", str(files["machine"])]
+    words += ["--profile", str(files["profile"]), "-o", str(tmp_path / "plan.gguf"), "-vb", "0"]
+    words += ["-c", str(inputs.context_length)]
+    real = inputs.with_workspace(workspace_bytes)
+    host = inputs.host_budget - inputs.workspace + real.workspace
+    assert main(["solve", *words, "--ram", f"{host}B"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in lines if "limited by" in line)
+    count = sum(split.num_on_drive_L)
+    assert f"{count} of " in line and "16.00 GiB more of main memory would bring" in line
+    assert "the rest on the CPU" in lines[-1] and f"; {count} of " in lines[-1]
+    written = Split.load(tmp_path / "plan.gguf")
+    assert written.num_on_drive_L == split.num_on_drive_L
+    assert main(["solve", *words, "--check"]) == 0
 
 
 def test_more_memory_is_never_slower():
