@@ -260,7 +260,7 @@ def _too_large(size: int, room: Room, left: int = 0) -> str:
         return f"{line} of both memories that a model should take"
     if left > room.main:
         return f"{line} of memory, and {format_bytes(left)} cannot be read from the disk"
-    return f"{line} of memory: weights will be read from the disk, token by token, slowly"
+    return f"{line} of memory: the rest is read from the disk"
 
 
 def _own_type_line(model: ModelFile, wishes: Wishes, room: Room) -> str:

@@ -33,6 +33,7 @@ SLOT_S, LIMIT_S = 0.05, 4.0  # of one kind of reads in a round; of all of them
 PAGE, NUM_SEEKS, SEEK_S = 4 * KIB, 32, 2e-3
 LEAST_BYTES, WRITTEN_BYTES = 64 * MIB, 256 * MIB
 WRITTEN_AT_A_TIME = 16 * MIB
+BLOCK_BYTES = 512  # of st_blocks
 
 Say = Callable[[str], None]
 
@@ -89,16 +90,20 @@ def report(drive: Drive) -> list[str]:
 
 @contextmanager
 def _file_on(path: Path) -> Iterator[Path]:
-    """The file itself, or a temporary one in the folder."""
+    """The file itself, or a temporary one in the folder, or beside a file with holes, which are
+    read from no drive."""
     if path.is_file():
-        if path.stat().st_size < LEAST_BYTES:
+        about = path.stat()
+        if about.st_size < LEAST_BYTES:
             raise HotsplitError(
-                f"{path}: {format_bytes(path.stat().st_size)} are too few to measure a drive;"
+                f"{path}: {format_bytes(about.st_size)} are too few to measure a drive;"
                 f" wanted a file of {format_bytes(LEAST_BYTES)} or more, or a folder"
             )
-        yield path
-        return
-    with NamedTemporaryFile(dir=path, prefix="hotsplit-drive-") as file:
+        if about.st_blocks * BLOCK_BYTES >= about.st_size:
+            yield path
+            return
+    folder = path.parent if path.is_file() else path
+    with NamedTemporaryFile(dir=folder, prefix="hotsplit-drive-") as file:
         for _ in range(WRITTEN_BYTES // WRITTEN_AT_A_TIME):
             file.write(os.urandom(WRITTEN_AT_A_TIME))
         file.flush()

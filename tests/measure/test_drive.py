@@ -29,7 +29,7 @@ def slow(monkeypatch, tmp_path):
     size)."""
     path, offsets, running, most = tmp_path / "file", [], Counter(), Counter()
     with path.open("wb") as file:
-        file.truncate(measuring.LEAST_BYTES)
+        os.posix_fallocate(file.fileno(), 0, measuring.LEAST_BYTES)
     lock = threading.Lock()
 
     def preadv(descriptor, buffers, offset):
@@ -52,6 +52,17 @@ def slow(monkeypatch, tmp_path):
 def on_drive(monkeypatch, kind):
     where = DriveOfPath(name="disk", identity="0123", kind=kind)
     monkeypatch.setattr(measuring, "drive_of", lambda path: where)
+
+
+def test_a_file_with_holes_is_not_measured(slow, monkeypatch):
+    path, read, opened = slow[0].with_name("holes"), [], measuring._opened
+    with path.open("wb") as file:
+        file.truncate(measuring.LEAST_BYTES)
+    on_drive(monkeypatch, "solid state")
+    monkeypatch.setattr(measuring, "WRITTEN_BYTES", measuring.LEAST_BYTES)
+    monkeypatch.setattr(measuring, "_opened", lambda each: read.append(each) or opened(each))
+    assert measure_drive(path, pytest.fail) is not None
+    assert read[0].parent == path.parent and read[0] != path and not read[0].exists()
 
 
 def test_each_read_is_aligned_and_as_many_run_at_a_time_as_are_said(slow, monkeypatch):

@@ -322,7 +322,7 @@ def test_a_file_in_types_that_are_packed_in_memory_runs_as_it_is(tmp_path, monke
     _, line = choose_type(source, Wishes(), Room(main=packed - 1))
     assert f"memory, and {format_bytes(packed)} cannot be read from the disk; a smaller" in line
     _, line = choose_type(source, Wishes(), Room(main=packed))
-    assert "token by token, slowly" in line
+    assert "the rest is read from the disk" in line
 
 
 def test_a_model_in_several_files_is_planned_as_in_one(tmp_path, capsys):
@@ -457,7 +457,7 @@ def test_an_assumed_main_memory_is_named_and_a_larger_one_is_tried(
     is_refused = name == "Kimi-K2"
     assert code == is_refused and ("hotsplit: " in lines[-1]) == is_refused
     assert len(lines) == len(set(lines)) and not any(
-        "read from the disk, token" in x for x in lines[:3] if not more
+        "read from the disk" in x for x in lines[:3] if not more
     )
     for line in told:
         for size, unit, count in re.findall(r"([\d.]+) ([GM]iB) \(([\d,]+) bytes\)", line):
@@ -567,7 +567,7 @@ def test_only_a_smaller_type_is_advised(tmp_path, monkeypatch, name, advised):
     source = look_at(path, None, tmp_path / "none.gguf")
     left = left_bytes(source.stock, context_of(source.stock, Wishes()))
     for room, end in (
-        (Room(main=left), "token by token, slowly"),
+        (Room(main=left), "the rest is read from the disk"),
         (Room(main=left - 1), f"and {format_bytes(left)} cannot be read from the disk"),
         (Room(main=1, gpus=(9,)), "take"),
     ):
