@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from table_contents import ZEN_5, markdown, percent, result, times
+from table_contents import ZEN_4, ZEN_5, markdown, percent, result, times
 
 LABELS = {
     "gemma3": "Gemma 3 270M",
@@ -83,4 +83,5 @@ TABLES = {
     "low-bits-values": lambda: values_of(result(f"low-bits-{ZEN_5}")),
     "low-bits-speed": lambda: speed_of(result(f"low-bits-{ZEN_5}")),
     "by-processor": lambda: speed_of(result(f"by-processor-{ZEN_5}")),
+    "by-processor-zen-4": lambda: speed_of(result(f"by-processor-{ZEN_4}")),
 }

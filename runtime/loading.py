@@ -80,11 +80,6 @@ def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
         return None
     plan = Split.load(Path(split))
     plan.check_against(model, Path(split))
-    if (count := sum(plan.num_on_drive_L)) and any(plan.gpu_bytes.values()):
-        raise HotsplitError(
-            f"{split}: has {count:,} experts on the drive beside a GPU; the drive is read for the"
-            " CPU alone so far: plan with more --ram, or run without a plan and with --device cpu"
-        )
     return plan
 
 

@@ -21,7 +21,7 @@ from hotsplit.runtime.step.decoder import NativeLayers
 IDS = [(7 * i + i * i) % 50 for i in range(30)]
 OUTSIDE = {"embedding", "output_norm", "logits"}  # of layers
 WITHIN = NAMES.keys() - OUTSIDE
-OF_SOME = {"ffn_predicted", "ffn_experts", "ffn_shared_hidden"}
+OF_SOME = {"ffn_predicted", "ffn_experts", "ffn_shared_hidden", "ffn_latent"}
 
 
 def gemma3n():
@@ -162,10 +162,10 @@ def test_mixtures(layout, mode, kind):
     with Engine.of(model, mode=mode) as engine, engine.observe(counter.observe, counter.wants):
         got = observed(engine, WITHIN, IDS[:6])
     want = wanted(model, ids=IDS[:6])
-    assert {name for name, layer in got if layer == 1} == WITHIN - {"ffn_predicted"}
+    assert {name for name, layer in got if layer == 1} == WITHIN - {"ffn_predicted", "ffn_latent"}
     assert torch.equal(got["ffn_experts", 1], want["ffn_experts", 1])
     assert mode == "dense" or 1 in got["ffn_experts", 1].flatten().bincount()
-    compare(got, want, BOUNDS[kind], WITHIN - {"ffn_predicted"})
+    compare(got, want, BOUNDS[kind], WITHIN - {"ffn_predicted", "ffn_latent"})
     assert ("ffn_experts", 0) not in got and (got["ffn_hidden", 1] == 0).any() == (mode == "exact")
 
 
