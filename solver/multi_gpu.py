@@ -165,7 +165,8 @@ def plan_is_feasible(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
     device_L = np.where(plan.placement.dense_L, plan.home_I[:-1], -1)
     if any(len({*device_L[list(group)].tolist()}) > 1 for group in pipeline.together):
         return False
-    elsewhere = sum(bytes_of_gpus(pipeline, plan)) + drive_bytes(pipeline.model, plan.placement)
+    elsewhere = sum(bytes_of_gpus(pipeline, plan))
+    elsewhere += drive_bytes(pipeline.model, plan.placement) if pipeline.problems else 0
     if elsewhere < pipeline.need_bytes:
         return False
     return all(is_feasible(own, plan.on_gpu(gpu)) for gpu, own in enumerate(pipeline.problems))

@@ -158,7 +158,8 @@ class ExpertLoader:
     ) -> list[ExpertMatrices]:
         """The matrices of these experts (None: all)."""
         entries = [_flat(self._entry(name)) for name in self._names(neurons)]
-        width = self.model.spec.hidden_size if self._is_by_output else neurons.of_expert
+        size = self.model.spec.hidden_size
+        width = neurons.width(size) if self._is_by_output else neurons.of_expert
         flat = self._neurons(store, entries, neurons.of_expert, width, ids)
         count = neurons.num_experts if ids is None else len(ids)
         apart = [matrix.data.unflatten(0, (count, -1)) for matrix in flat]

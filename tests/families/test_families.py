@@ -1451,10 +1451,6 @@ REFUSED = {
     r"kv_b_proj.weight' is \[88, 20\], wanted \[92, 20\]": ("deepseek3moe", {"v_head_dim": 11}),
     "q_lora_rank is 28, wanted none: attention over latent": ("deepseek3moe", of_class("Glm4Moe")),
     "logits_scaling is 0": ("granite", {"logits_scaling": 0.0}),
-    "moe_latent_size is 32, wanted none: experts that read a vector narrower": (
-        "nemotron-3moe",
-        {"moe_latent_size": 32},
-    ),
     "wanted one of .* and not mlp beside moe": (
         "nemotron-h",
         {"layers_block_type": blocks("ME-*EM-")},

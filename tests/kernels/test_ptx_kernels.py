@@ -20,6 +20,7 @@ from paths import ROOT
 from ptx import Fault
 from ptx.kernels import FOLDER, MODULES, PACKAGE, PtxKernels
 
+OF_TRITON_3_6 = {"popc"}  # which compiled the launches of that result
 RESULT = ROOT / "benchmarks" / "results" / "gpu-proof.json"
 ADA, HOPPER, BLACKWELL = 89, 90, 120
 
@@ -128,7 +129,8 @@ def test_the_cases_execute_every_kind_of_instruction(machines, compare):
         compare(name)
     known = json.loads(RESULT.read_text())["instructions"]
     executed = {name.split(".")[0] for m in machines.values() for name in m.num_lane_instructions}
-    assert {name.split(".")[0] for names in known.values() for name in names} <= executed
+    kinds = {name.split(".")[0] for names in known.values() for name in names}
+    assert kinds - OF_TRITON_3_6 <= executed
 
 
 @pytest.mark.slow
@@ -234,7 +236,7 @@ def test_faults_in_a_kernels_source_are_found(tmp_path, module, case, old, new):
     [
         ("dot f16", r"(ld\.global\.v[24]\.b32 [^\[]*\[ %rd\d+) \+ 0", r"\1 + 4", "Misaligned"),
         ("dot f16, 5 rows", r"@%p\d+ (ld\.global)", r"\1", "OutOfBounds"),
-        ("dot f16", r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), 4,", r"\1, 1,", "values"),
+        ("dot f16", r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), 4,", r"\1, 1,", "DataRace"),
         ("dot f16", r"cvt\.f32\.f16", "cvt.f32.bf16", "values"),
         (
             "dot f16",

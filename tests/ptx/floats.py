@@ -1,5 +1,7 @@
 """Floating-point instructions and conversions."""
 
+from functools import reduce
+
 import numpy as np
 
 from ptx import arithmetic, fields
@@ -28,7 +30,7 @@ def _extreme(pick, is_max: bool, keeps_nan: bool):
 
 
 def binary(name, modifiers, operands, registers):
-    """add, sub, mul, min, max, div."""
+    """add, sub, mul, div, and min and max of two or three values."""
     *rest, kind = modifiers
     if kind == "f32x2" and name in ("add", "sub", "mul"):
         return _pairs(_ARITHMETIC[name], rest, operands, registers)
@@ -38,11 +40,17 @@ def binary(name, modifiers, operands, registers):
         compute = _quotient(rest, kind)
     elif name in ("min", "max"):
         pick = np.fmin if name == "min" else np.fmax
-        compute = _extreme(pick, name == "max", "NaN" in rest)
+        of_two = _extreme(pick, name == "max", "NaN" in rest)
+
+        def compute(*values):
+            return reduce(of_two, values)
+
     else:
         compute = _ARITHMETIC[name]
-    target, a, b = operands
-    return pure(target, [(a, kind), (b, kind)], _flushing(compute, rest), registers)
+    target, *sources = operands
+    if not 2 <= len(sources) <= (3 if name in ("min", "max") and kind == "f32" else 2):
+        raise ValueError(f"{len(sources)} operands")
+    return pure(target, [(x, kind) for x in sources], _flushing(compute, rest), registers)
 
 
 _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
