@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 
 from hotsplit.artifacts.machine_file import Drive, DriveReads, Figure
 from hotsplit.errors import HotsplitError
@@ -103,12 +103,12 @@ def _file_on(path: Path) -> Iterator[Path]:
             yield path
             return
     folder = path.parent if path.is_file() else path
-    with NamedTemporaryFile(dir=folder, prefix="hotsplit-drive-") as file:
+    with TemporaryFile(dir=folder) as file:  # without a name, so that nothing can be left
         for _ in range(WRITTEN_BYTES // WRITTEN_AT_A_TIME):
             file.write(os.urandom(WRITTEN_AT_A_TIME))
         file.flush()
         os.fsync(file.fileno())
-        yield Path(file.name)
+        yield Path(f"/proc/self/fd/{file.fileno()}")
 
 
 @contextmanager
