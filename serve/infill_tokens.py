@@ -27,7 +27,8 @@ class InfillTokens:
 
 def infill_tokens(model: ModelFile, tokenizer: Tokenizer) -> InfillTokens | None:
     """The tokens that the file names, and otherwise those with a known text, as in llama.cpp. None
-    if there is no prefix, suffix or middle. Raises HotsplitError for a key that is no number."""
+    if there is no prefix, suffix or middle. Raises HotsplitError for a key that is not a
+    number."""
 
     def token(kind: str) -> int | None:
         for name in (kind, _OLD_KINDS.get(kind)):

@@ -364,7 +364,7 @@ def _priced_layer(problem: Problem, layer: int, price: float) -> _Layer:
     count_N, hand_over_s = np.arange(most + 1), problem.hand_over_s
 
     def least(seconds_N: np.ndarray, own_s: float, counts_N: np.ndarray) -> np.ndarray:
-        """Of each count of hot experts, the least over the numbers on the drive."""
+        """The least seconds for each number of hot experts, over all numbers on the drive."""
         sums_NN = np.maximum(seconds_N[:, None], (drive_s_N + own_s)[None])
         sums_NN -= price * num_bytes * (counts_N[:, None] + count_N[None])
         sums_NN[counts_N[:, None] + count_N[None] > most] = np.inf

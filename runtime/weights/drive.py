@@ -64,7 +64,7 @@ class Stack:
 
     @property
     def num_bytes(self) -> int:
-        """Of an expert."""
+        """The bytes of one expert's matrix."""
         return self.num_rows * self.row_bytes
 
 

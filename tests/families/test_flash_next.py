@@ -162,7 +162,7 @@ def test_texts_longer_than_dense_attention_are_refused(folder, tmp_path):
 
 
 def test_a_table_larger_than_main_memory_takes_no_memory_of_steps():
-    """Of 128 GiB; a token reads a few rows of it from the file."""
+    """A table of 128 GiB is not allocated: a token reads a few rows of it from the file."""
     spec = flash_model(make_sizes(num_layers=4)).bare_spec
     rows, *others = spec.first
     large = replace(spec, first=(replace(rows, num_rows=1 << 30), *others))
